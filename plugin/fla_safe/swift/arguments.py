@@ -1,0 +1,48 @@
+"""Adds `--gdn_impl` to the argument classes of every `megatron` command (sft, pt, rlhf, export)."""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import ModuleType
+
+from fla_safe.errors import FlaSafeError
+from fla_safe.settings import GdnImpl
+
+__all__ = ["UnsupportedSwiftError", "register"]
+
+HELP = (
+    "Gated DeltaNet layers: 'default' is ms-swift's own; 'fla_safe' is fla-safe's layer on hardened FLA kernels; "
+    "'torch' is the same layer in plain PyTorch (slow; for CPUs and for comparison)."
+)
+
+
+class UnsupportedSwiftError(FlaSafeError, RuntimeError):
+    """ms-swift is laid out in a way that this package does not know."""
+
+
+def register(module: ModuleType) -> None:
+    """Replace `MegatronArguments` in ms-swift's module by a dataclass that has the field, before any class derives from it.
+
+    Args:
+        module: `swift.megatron.arguments.megatron_args`, just executed.
+
+    Raises:
+        UnsupportedSwiftError: the module has no dataclass `MegatronArguments`.
+    """
+    base = getattr(module, "MegatronArguments", None)
+    if not (isinstance(base, type) and is_dataclass(base)):
+        raise UnsupportedSwiftError(
+            f"{module.__name__}.MegatronArguments is {base!r}",
+            "the dataclass that ms-swift 4.5 and 4.6 have there",
+            "install ms-swift>=4.5,<4.7",
+        )
+    if any(known.name == "gdn_impl" for known in fields(base)):
+        return
+
+    @dataclass
+    class MegatronArguments(base):  # type: ignore[misc, valid-type]
+        gdn_impl: GdnImpl = field(default="default", metadata={"help": HELP})
+
+    # Same identity as the class it stands for, so that pickling, args.json and isinstance checks see no difference.
+    MegatronArguments.__module__ = base.__module__
+    MegatronArguments.__qualname__ = base.__qualname__
+    MegatronArguments.__doc__ = base.__doc__
+    module.MegatronArguments = MegatronArguments  # type: ignore[attr-defined]
