@@ -16,7 +16,7 @@ class OtherRankError(FlaSafeError, RuntimeError):
 
 @contextmanager
 def together(step: str) -> Iterator[None]:
-    """Run the body on every rank; if it raises `FlaSafeError` on any, it raises on all.
+    """Run the body on every rank; if it raises on any, it raises on all.
 
     The rank that failed raises its own error, the others `OtherRankError` with that message. Without
     `torch.distributed` this is the plain body. Every rank of the default group must enter.
@@ -24,12 +24,12 @@ def together(step: str) -> Iterator[None]:
     Args:
         step: what the body does, for the message, as in "checking the built model".
     """
-    error: FlaSafeError | None = None
+    error: Exception | None = None
     try:
         yield
-    except FlaSafeError as raised:
+    except Exception as raised:
         error = raised
-    messages = _gather(None if error is None else str(error))
+    messages = _gather(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
     failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]

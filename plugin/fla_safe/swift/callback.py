@@ -1,0 +1,90 @@
+"""Counts GDN work during ms-swift's training loop and writes the job's report (`gdn_report.json`) when it ends."""
+
+import json
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
+
+from fla_safe.gdn import calls
+from fla_safe.megatron.bridge import gdn_layers
+
+__all__ = ["REPORT_NAME", "GdnCallback", "attach"]
+
+NAME = "fla_safe"
+REPORT_NAME = "gdn_report.json"
+PACKAGES = ("torch", "triton", "fla-core", "megatron-core", "mcore-bridge", "ms-swift", "transformer-engine", "fla-safe")
+
+
+def attach(args: Any) -> None:
+    """Make ms-swift's trainer create the callback (it reads `args.callbacks` after building the model); once per job."""
+    megatron_callbacks_map[NAME] = GdnCallback
+    callbacks = getattr(args, "callbacks", None)
+    # First in line: what it adds to a step's logs is there when the printing and plotting callbacks read them.
+    if callbacks is not None and NAME not in callbacks:
+        callbacks.insert(0, NAME)
+
+
+class GdnCallback(MegatronCallback):
+    """Reads counters around each step; the training step itself is not touched."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._before = calls.snapshot()
+        self._last_step = (0, 0)
+
+    def on_step_begin(self) -> None:
+        self._before = calls.snapshot()
+
+    def on_step_end(self) -> None:
+        now = calls.snapshot()
+        self._last_step = (now.forward - self._before.forward, now.backward - self._before.backward)
+
+    def on_train_end(self) -> None:
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, self._rank_report())
+        if dist.get_rank() == 0:
+            path = Path(self.args.output_dir) / REPORT_NAME
+            path.write_text(json.dumps(self._job_report(ranks), indent=2) + "\n")
+
+    def _rank_report(self) -> dict[str, Any]:
+        layers = [layer for _, layer in gdn_layers(self.trainer.unwrapped_models)]
+        forward, backward = self._last_step
+        return {
+            "rank": dist.get_rank(),
+            "host": socket.gethostname(),
+            "device": torch.cuda.get_device_name() if torch.version.cuda and torch.cuda.is_available() else "cpu",
+            "pipeline_stage": mpu.get_pipeline_model_parallel_rank(),
+            "model_replica": [mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_tensor_model_parallel_rank()],
+            "gdn_layers": len(layers),
+            "kernels": sorted({layer.kernel_in_use for layer in layers if layer.kernel_in_use}),
+            "forward_calls_last_step": forward,
+            "backward_calls_last_step": backward,
+        }
+
+    def _job_report(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        one_replica = [rank for rank in ranks if rank["model_replica"] == [0, 0]]
+        return {
+            "gdn_impl": self.args.gdn_impl,
+            "kernel": ", ".join(sorted({kernel for rank in ranks for kernel in rank["kernels"]})) or "none",
+            "gdn_layers": sum(rank["gdn_layers"] for rank in one_replica),
+            "kernel_calls_per_step": sum(
+                rank["forward_calls_last_step"] + rank["backward_calls_last_step"] for rank in one_replica
+            ),
+            "iterations": self.state.iteration,
+            "checkpoint": self.state.last_model_checkpoint,
+            "versions": {name: _version(name) for name in PACKAGES},
+            "ranks": ranks,
+        }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
