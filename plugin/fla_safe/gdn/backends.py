@@ -1,0 +1,93 @@
+"""Which kernel runs the gated delta rule: asked once, answered with a reason, and then fixed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+
+from fla_safe.errors import FlaSafeError
+from fla_safe.gdn.layout import ProjectionLayout
+from fla_safe.gdn.segments import PackedSegments
+from fla_safe.gdn.torch_chunk import torch_chunk_gated_delta_rule
+
+__all__ = ["NAMES", "Backend", "BackendError", "RuleFunction", "resolve", "supports"]
+
+NAMES: Final = ("torch", "fla")
+
+
+class BackendError(FlaSafeError, RuntimeError):
+    """The kernel that was asked for cannot run here."""
+
+
+class RuleFunction(Protocol):
+    """`(q, k, v, g, beta, scale, segments) -> o`, shapes as in `ops.gated_delta_rule`; the tail is already zero."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        scale: float,
+        segments: PackedSegments | None,
+        /,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to run the gated delta rule, resolved.
+
+    Attributes:
+        name: one of `NAMES`.
+        version: of the package that brings the kernel.
+        gated_delta_rule: the kernel, differentiable.
+        mixer: the whole mixer in one function (`gdn.fused`), with the arguments of `gdn.mixer.mixer`; None: `gdn.mixer`
+            composes the functions of `gdn.ops` around `gated_delta_rule`.
+    """
+
+    name: str
+    version: str
+    gated_delta_rule: RuleFunction
+    mixer: Callable[..., torch.Tensor] | None = None
+
+    def supports(
+        self, device: torch.device | str, *, layout: ProjectionLayout | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[bool, str]:
+        """See the function `supports`."""
+        return supports(self.name, device, layout=layout, dtype=dtype)
+
+
+def supports(
+    name: str,
+    device: torch.device | str,
+    *,
+    layout: ProjectionLayout | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[bool, str]:
+    """Whether a kernel can run on a device with these heads and this dtype, and why (not)."""
+    if name == "torch":
+        return True, "plain torch runs everywhere"
+    return False, f"no kernel is called {name!r}; there are {', '.join(NAMES)}"
+
+
+def resolve(
+    name: str,
+    device: torch.device | str,
+    *,
+    layout: ProjectionLayout | None = None,
+    dtype: torch.dtype | None = None,
+) -> Backend:
+    """The named kernel, ready to call. Call it once, when the layer is built.
+
+    Raises:
+        BackendError: it cannot run here; nothing else is chosen in its place.
+    """
+    able, reason = supports(name, device, layout=layout, dtype=dtype)
+    if not able:
+        raise BackendError(
+            f"kernel {name!r} asked for, but {reason}", "a kernel that this machine can run", "use --gdn_impl torch"
+        )
+    return Backend("torch", torch.__version__, torch_chunk_gated_delta_rule)
