@@ -1,4 +1,4 @@
-"""Arms the two import callbacks through which an installed package reaches ms-swift; runs at the end of every `import torch`.
+"""Arms the import callbacks through which this package reaches ms-swift; runs at the end of every `import torch`.
 
 PyTorch calls the entry points of group `torch.backends` when it has been imported (its autoload mechanism for
 out-of-tree extensions). Nothing else in Python lets an installed package add a flag to another package's command line
@@ -45,7 +45,7 @@ class _CallbackLoader(Loader):
 
 
 class _CallbackFinder(MetaPathFinder):
-    """First on `sys.meta_path`; answers for the modules of `CALLBACKS` alone and leaves every other import untouched."""
+    """First on `sys.meta_path`; answers for the modules of `CALLBACKS` alone and leaves other imports untouched."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in CALLBACKS:
@@ -80,7 +80,7 @@ def _flag_is_wanted() -> bool:
 
 
 def install() -> None:
-    """Entry point of group `torch.backends`: arm the callbacks, and the CPU stand-in where `FLA_SAFE_CPU=1` asks for it.
+    """Entry point of group `torch.backends`: arm the callbacks, and the CPU stand-in if `FLA_SAFE_CPU=1` asks for it.
 
     Never raises: a package that raises here would break `import torch` for everybody. A stand-in that was asked for and
     refused is reported by the first module that needs it, not here.

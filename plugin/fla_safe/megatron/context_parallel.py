@@ -1,11 +1,12 @@
-"""Context parallelism for GDN: one all-to-all trades this rank's tokens of all heads for all tokens of its heads, and back.
+"""Context parallelism for GDN: an all-to-all trades this rank's tokens of all heads for all tokens of its heads.
 
-A recurrence runs over the whole sequence but each head runs alone, so the layer splits heads across the context-parallel
-group while it mixes (the head-parallel form of DeepSpeed-Ulysses, arXiv:2309.14509). Megatron gives each rank two of
-`2 * cp` chunks of every sequence (rank r: chunks r and 2 * cp - 1 - r), so tokens are put back in order in between.
+A recurrence runs over the whole sequence but each head runs alone, so the layer splits heads across the group while it
+mixes (the head-parallel form of DeepSpeed-Ulysses, arXiv:2309.14509), and trades back. Megatron gives each rank two of
+`2 * cp` chunks of every sequence (rank r: chunks r and 2 * cp - 1 - r), so tokens are put in order in between.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def token_order(offsets: tuple[int, ...], group_size: int, device: torch.device)
     """
     pieces = 2 * group_size
     parts: list[list[torch.Tensor]] = [[] for _ in range(group_size)]
-    for start, end in zip(offsets, offsets[1:], strict=False):
+    for start, end in pairwise(offsets):
         if (end - start) % pieces:
             raise ContextParallelError(
                 f"a segment of {end - start} tokens under context parallel size {group_size}",
@@ -97,7 +98,7 @@ def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def to_heads(x: torch.Tensor, order: TokenOrder, group: dist.ProcessGroup) -> torch.Tensor:
-    """`[T / cp, B, D]`, this rank's tokens -> `[T, B, D / cp]`, all tokens in order, columns `rank * D / cp` onwards."""
+    """`[T / cp, B, D]`, this rank's tokens -> `[T, B, D / cp]`, all tokens in order, columns from `rank * D / cp`."""
     size = group.size()
     tokens, batch, width = x.shape
     split = x.view(tokens, batch, size, width // size).permute(2, 0, 1, 3)

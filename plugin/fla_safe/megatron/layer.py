@@ -1,17 +1,17 @@
 """The GDN layer's forward pass, shared by the megatron-core and the mcore-bridge class: project, mix, project.
 
-Both projections gather and scatter the sequence themselves under sequence parallelism. So each rank's layer-norm gradient
-covers its own slice of the sequence, as Megatron's all-reduce of such gradients expects (mcore-bridge 1.6.2 to 1.6.5
-gathers outside the projection, which multiplies that gradient by the tensor-parallel size).
+Both projections gather and scatter the sequence themselves under sequence parallelism. So each rank's layer-norm
+gradient covers its own slice of the sequence, as Megatron's all-reduce of such gradients expects (mcore-bridge 1.6.2 to
+1.6.5 gathers outside the projection, which multiplies that gradient by the tensor-parallel size).
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from fla_safe.errors import FlaSafeError, MissingDependencyError
-from fla_safe.gdn.backends import Backend, resolve
-from fla_safe.gdn.layout import LayoutKind, ProjectionLayout
+from fla_safe.gdn.backends import Backend, resolve, supports
+from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import mixer
 from fla_safe.megatron.context_parallel import to_heads, to_tokens
 from fla_safe.megatron.packing import packing_for
@@ -31,12 +31,12 @@ class UnsupportedLayerError(FlaSafeError, ValueError):
 
 
 class SafeForward:
-    """Mixin over a Megatron `GatedDeltaNet`: that class owns parameters, names and checkpoints, this one the forward pass.
+    """Mixin over a Megatron `GatedDeltaNet`, which owns parameters, names and checkpoints; this owns the forward pass.
 
     Subclasses set `layout_kind` (how the input projection's columns are ordered) and `kernel_name`.
     """
 
-    layout_kind: ClassVar[LayoutKind]
+    layout_kind: ClassVar[Literal["interleaved", "sectioned"]]
     kernel_name: ClassVar[str] = "auto"
     gdn_impl: ClassVar[str] = "fla_safe"
 
@@ -64,8 +64,8 @@ class SafeForward:
         self._layout = self._layout_for(self.tp_size)
         self._mixer_layout = self._layout_for(self.tp_size * self.cp_size)
         self._backend: Backend | None = None
-        # Without sequence parallelism Megatron never adds up the output norm's gradient over tensor-parallel ranks, each of
-        # which has seen its own heads only (mcore-bridge 1.6.5, megatron-core 0.19.2); with it, it does.
+        # Each tensor-parallel rank's gradient of the output norm covers its own heads. With sequence parallelism Megatron
+        # adds them up; without, it does not (mcore-bridge 1.6.5, megatron-core 0.19.2).
         self._reduce_norm_gradient = self.tp_size > 1 and not self.config.sequence_parallel
 
     def forward(
@@ -152,8 +152,14 @@ class SafeForward:
         )
 
     def _resolve(self, proj: torch.Tensor) -> Backend:
-        # Megatron's deterministic mode means its plain-torch kernel; ours takes packs as well.
-        name = "torch" if self.config.deterministic_mode else self.kernel_name
+        name = self.kernel_name
+        if self.config.deterministic_mode:
+            # As in Megatron, deterministic mode means the plain-torch kernel; ours takes packs as well.
+            name = "torch"
+        elif name == "auto":
+            # On a GPU a missing FLA is an error; on a CPU its kernels run under Triton's interpreter, if asked for.
+            able, _ = supports("fla", proj.device, layout=self._mixer_layout, dtype=proj.dtype)
+            name = "fla" if able or proj.device.type == "cuda" else "torch"
         return resolve(name, proj.device, layout=self._mixer_layout, dtype=proj.dtype)
 
     def _layout_for(self, ranks: int) -> ProjectionLayout:
@@ -166,7 +172,7 @@ class SafeForward:
         )
 
     def _rank_slices(self, device: torch.device) -> tuple[torch.Tensor | None, Any, slice]:
-        """Which projection columns (as an index that sorts them by rank), conv channels and value heads a rank mixes."""
+        """Projection columns (an index that sorts them by rank), conv channels and value heads that a rank mixes."""
         raise NotImplementedError
 
     def _refuse_unsupported(self) -> None:
@@ -184,8 +190,9 @@ class SafeForward:
             )
         ranks = self.tp_size * self.cp_size
         if self.num_key_heads % ranks or self.num_value_heads % ranks:
+            heads = f"{self.num_key_heads} key and {self.num_value_heads} value heads"
             raise UnsupportedLayerError(
-                f"{self.num_key_heads} key and {self.num_value_heads} value heads over TP {self.tp_size} x CP {self.cp_size}",
+                f"{heads} over TP {self.tp_size} x CP {self.cp_size}",
                 "head counts that the ranks divide evenly",
                 "lower tensor_model_parallel_size or context_parallel_size",
             )

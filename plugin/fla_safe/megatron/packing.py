@@ -1,4 +1,4 @@
-"""From Megatron's `PackedSeqParams` to `PackedSegments`: validated once per micro-batch, shared by all layers and recomputation."""
+"""From Megatron's `PackedSeqParams` to `PackedSegments`, once per micro-batch for all layers and recomputation."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -68,6 +68,8 @@ def gated_delta_net_spec(config: Any, backend: Any = None, *, kernel: str = "aut
         ...     if issubclass(layer.submodules.self_attention.module, GatedDeltaNet):
         ...         layer.submodules.self_attention = gated_delta_net_spec(config)
     """
-    spec = get_gated_delta_net_module_spec(config) if backend is None else get_gated_delta_net_module_spec(config, backend)
+    spec = (
+        get_gated_delta_net_module_spec(config) if backend is None else get_gated_delta_net_module_spec(config, backend)
+    )
     spec.module = TorchGatedDeltaNet if kernel == "torch" else SafeGatedDeltaNet
     return spec

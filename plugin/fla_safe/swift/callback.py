@@ -18,7 +18,16 @@ __all__ = ["REPORT_NAME", "GdnCallback", "attach"]
 
 NAME = "fla_safe"
 REPORT_NAME = "gdn_report.json"
-PACKAGES = ("torch", "triton", "fla-core", "megatron-core", "mcore-bridge", "ms-swift", "transformer-engine", "fla-safe")
+PACKAGES = (
+    "torch",
+    "triton",
+    "fla-core",
+    "megatron-core",
+    "mcore-bridge",
+    "ms-swift",
+    "transformer-engine",
+    "fla-safe",
+)
 
 
 def attach(args: Any) -> None:
@@ -60,7 +69,10 @@ class GdnCallback(MegatronCallback):
             "host": socket.gethostname(),
             "device": torch.cuda.get_device_name() if torch.version.cuda and torch.cuda.is_available() else "cpu",
             "pipeline_stage": mpu.get_pipeline_model_parallel_rank(),
-            "model_replica": [mpu.get_data_parallel_rank(with_context_parallel=True), mpu.get_tensor_model_parallel_rank()],
+            "model_replica": [
+                mpu.get_data_parallel_rank(with_context_parallel=True),
+                mpu.get_tensor_model_parallel_rank(),
+            ],
             "gdn_layers": len(layers),
             "kernels": sorted({layer.kernel_in_use for layer in layers if layer.kernel_in_use}),
             "forward_calls_last_step": forward,
