@@ -64,8 +64,8 @@ class SafeForward:
         self._layout = self._layout_for(self.tp_size)
         self._mixer_layout = self._layout_for(self.tp_size * self.cp_size)
         self._backend: Backend | None = None
-        # Each tensor-parallel rank's gradient of the output norm covers its own heads. With sequence parallelism Megatron
-        # adds them up; without, it does not (mcore-bridge 1.6.5, megatron-core 0.19.2).
+        # Each tensor-parallel rank's gradient of the output norm covers its own heads. With sequence parallelism
+        # Megatron adds them up; without, it does not (mcore-bridge 1.6.5, megatron-core 0.19.2).
         self._reduce_norm_gradient = self.tp_size > 1 and not self.config.sequence_parallel
 
     def forward(
@@ -100,17 +100,19 @@ class SafeForward:
             device=proj.device,
             context_parallel_size=self.cp_size,
         )
-        if self._backend is None:
-            self._backend = self._resolve(proj)
+        backend = self._backend
+        if backend is None:
+            backend = self._backend = self._resolve(proj)
         if packing.order is None:
-            mixed = self._mix(proj, packing.segments, self._mixer_parameters())
+            mixed = self._mix(backend, proj, packing.segments, self._mixer_parameters())
         else:
             group = self.pg_collection.cp
             columns, channels, heads = self._rank_slices(proj.device)
             proj = to_heads(proj if columns is None else proj.index_select(-1, columns), packing.order, group)
             weight, bias, A_log, dt_bias = self._mixer_parameters()
             bias = None if bias is None else bias[channels]
-            mixed = self._mix(proj, packing.segments, (weight[channels], bias, A_log[heads], dt_bias[heads]))
+            mine = weight[channels], bias, A_log[heads], dt_bias[heads]
+            mixed = self._mix(backend, proj, packing.segments, mine)
             mixed = to_tokens(mixed, packing.order, group)
         return self.out_proj(mixed)
 
@@ -128,6 +130,7 @@ class SafeForward:
 
     def _mix(
         self,
+        backend: Backend,
         proj: torch.Tensor,
         segments: Any,
         parameters: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
@@ -146,7 +149,7 @@ class SafeForward:
             norm_weight=norm_weight,
             norm_eps=self.out_norm.eps,
             segments=segments,
-            kernel=self._backend,
+            kernel=backend,
             use_qk_l2norm=self.use_qk_l2norm,
             zero_centered_norm=self.out_norm.zero_centered_gamma,
         )

@@ -63,7 +63,7 @@ def prepare_before_forward(model: torch.nn.Module) -> None:
 
     The one device-to-host copy then waits for nothing; in the first GDN layer it would wait for the vision tower.
     """
-    config = model.config  # type: ignore[attr-defined]
+    config: Any = model.config
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         params = kwargs.get("packed_seq_params")

@@ -1,4 +1,4 @@
-"""GDN for plain megatron-core: `gated_delta_net_spec(config)` returns the ModuleSpec to put in place of Megatron's own."""
+"""GDN for plain megatron-core: `gated_delta_net_spec(config)` is the ModuleSpec to use in place of Megatron's."""
 
 from typing import Any
 

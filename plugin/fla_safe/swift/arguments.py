@@ -19,7 +19,7 @@ class UnsupportedSwiftError(FlaSafeError, RuntimeError):
 
 
 def register(module: ModuleType) -> None:
-    """Replace `MegatronArguments` in ms-swift's module by a dataclass that has the field, before any class derives from it.
+    """Replace ms-swift's `MegatronArguments` by a dataclass that has the field, before any class derives from it.
 
     Args:
         module: `swift.megatron.arguments.megatron_args`, just executed.

@@ -31,7 +31,7 @@ PACKAGES = (
 
 
 def attach(args: Any) -> None:
-    """Make ms-swift's trainer create the callback (it reads `args.callbacks` after building the model); once per job."""
+    """Make ms-swift's trainer create the callback: it reads `args.callbacks` after building the model."""
     megatron_callbacks_map[NAME] = GdnCallback
     callbacks = getattr(args, "callbacks", None)
     # First in line: what it adds to a step's logs is there when the printing and plotting callbacks read them.

@@ -13,7 +13,7 @@ __all__ = ["register"]
 
 
 def register(module: ModuleType) -> None:
-    """Wrap `get_mcore_model`, the one function through which trainers, reference and teacher models, export and Ray build.
+    """Wrap `get_mcore_model`, through which trainers, reference and teacher models, export and Ray build.
 
     Args:
         module: `swift.megatron.model.utils`, just executed; its users import the name after this.
