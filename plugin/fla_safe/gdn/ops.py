@@ -22,7 +22,7 @@ def causal_conv1d(
     segments: PackedSegments | None = None,
     activation: bool = True,
 ) -> torch.Tensor:
-    """Causal depthwise convolution along the rows, then SiLU: `y[t] = silu(bias + sum_i weight[:, i] * x[t - W + 1 + i])`.
+    """Causal depthwise convolution, then SiLU: `y[t] = silu(bias + sum_i weight[:, i] * x[t - W + 1 + i])`.
 
     Args:
         x: `[B, T, D]`.

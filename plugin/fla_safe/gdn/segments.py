@@ -1,4 +1,4 @@
-"""Packed rows: offsets validated, copied and turned into chunk indices once per micro-batch, then shared by all layers."""
+"""Packed rows: offsets checked, copied and turned into chunk indices once per micro-batch, for all layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,13 +97,11 @@ class PackedSegments:
             if end > bounds[-1]:
                 bounds.append(end)
         parts = [np.asarray(bounds, dtype=np.int32)]
-        for size in chunk_sizes:
+        sizes = tuple(dict.fromkeys(chunk_sizes))
+        for size in sizes:
             parts += _chunk_parts(np.diff(parts[0]), size)
         offsets, *rest = _upload(parts, cu_seqlens.device)
-        chunks = {
-            size: ChunkIndex(rest[2 * i].view(-1, 2), rest[2 * i + 1])
-            for i, size in enumerate(dict.fromkeys(chunk_sizes))
-        }
+        chunks = {size: ChunkIndex(rest[2 * i].view(-1, 2), rest[2 * i + 1]) for i, size in enumerate(sizes)}
         return cls(offsets, tuple(bounds), total, given[-1], chunks, cu_seqlens, version, given)
 
     @property
@@ -131,7 +129,7 @@ class PackedSegments:
         """Whether these segments still describe `cu_seqlens`; never synchronises.
 
         On the CPU the contents are compared. Elsewhere the same tensor object with an unchanged version counter is
-        required, so an in-place write by PyTorch is noticed, and one behind PyTorch's back (`.data`, a raw kernel) is not.
+        required: an in-place write by PyTorch is noticed, one behind its back (`.data`, a raw kernel) is not.
         """
         if total != self.total:
             return False

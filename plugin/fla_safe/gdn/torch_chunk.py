@@ -68,16 +68,9 @@ def _collect(x: torch.Tensor, plan: _Plan, like: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(0, 1).index_select(0, plan.places).to(like.dtype).view(like.shape)
 
 
-def _rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    active: tuple[int, ...],
-) -> torch.Tensor:
-    """All segments. q, k `[NT, H, C, K]`, v `[NT, HV, C, V]`, g, beta `[NT, HV, C]`; returns `[NT, HV, C, V]`."""
+def _rule(dealt: list[torch.Tensor], scale: float, active: tuple[int, ...]) -> torch.Tensor:
+    """q, k `[NT, H, C, K]`, v `[NT, HV, C, V]`, g, beta `[NT, HV, C]` of all segments to o `[NT, HV, C, V]`."""
+    q, k, v, g, beta = dealt
     H, C, r = q.shape[1], q.shape[2], v.shape[1] // q.shape[1]
     q, k = q.unsqueeze(2), k.unsqueeze(2)  # one key head for its r value heads, never repeated
     v, beta = v.unflatten(1, (H, r)), beta.unflatten(1, (H, r)).unsqueeze(-1)
@@ -116,7 +109,7 @@ class _TorchChunk(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, g, beta)
         ctx.scale, ctx.plan = scale, plan
         dtype = torch.promote_types(q.dtype, torch.float32)
-        out = _rule(*(_deal(x, plan, dtype) for x in (q, k, v, g, beta)), scale, plan.active)
+        out = _rule([_deal(x, plan, dtype) for x in (q, k, v, g, beta)], scale, plan.active)
         return _collect(out, plan, v)
 
     @staticmethod
@@ -127,7 +120,7 @@ class _TorchChunk(torch.autograd.Function):
         dtype = torch.promote_types(inputs[0].dtype, torch.float32)
         dealt = [_deal(x, plan, dtype).requires_grad_() for x in inputs]
         with torch.enable_grad():
-            out = _rule(*dealt, ctx.scale, plan.active)
+            out = _rule(dealt, ctx.scale, plan.active)
         grads = torch.autograd.grad(out, dealt, _deal(grad, plan, dtype))
         return *(_collect(dx, plan, x) for dx, x in zip(grads, inputs, strict=True)), None, None
 
