@@ -1,0 +1,209 @@
+"""Each rank has a private directory; nobody else's link is followed, dead jobs' leftovers go, living ones' stay."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fla_safe.runtime import roots
+from fla_safe.runtime.directories import JobIdentity, RankDirectory, remove_stale
+from fla_safe.runtime.roots import ArtifactSpaceError, UnsafeDirectoryError, choose_root, filesystem_type
+
+ME = JobIdentity("job 7", "host", "3")
+
+
+def test_directory_is_private_and_named_after_the_rank(tmp_path):
+    made = RankDirectory.acquire(tmp_path, ME)
+    assert made.path.name == "host-3"
+    for part in (made.path, made.path.parent, made.path.parent.parent):
+        assert stat.S_IMODE(part.stat().st_mode) == 0o700
+    made.close()
+
+
+def test_open_modes_are_closed_again(tmp_path):
+    made = RankDirectory.acquire(tmp_path, ME)
+    made.close()
+    made.path.chmod(0o777)
+    again = RankDirectory.acquire(tmp_path, ME)
+    assert again.adopted
+    assert stat.S_IMODE(again.path.stat().st_mode) == 0o700
+    again.close()
+
+
+def test_two_living_processes_never_share(tmp_path):
+    first, second = RankDirectory.acquire(tmp_path, ME), RankDirectory.acquire(tmp_path, ME)
+    assert first.path != second.path
+    first.close()
+    third = RankDirectory.acquire(tmp_path, ME)
+    assert (third.path, third.adopted) == (first.path, True)
+    second.close()
+    third.close()
+
+
+CHILD = """
+import sys, pathlib
+from fla_safe.runtime.directories import JobIdentity, RankDirectory
+made = RankDirectory.acquire(pathlib.Path(sys.argv[1]), JobIdentity(sys.argv[2], "host", "3"))
+(made.path / "x").write_text("x")
+print(made.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def child(root, job):
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(root), job], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_dead_jobs_are_removed_and_living_ones_kept(tmp_path):
+    dead, dead_path = child(tmp_path, "dead")
+    living, living_path = child(tmp_path, "living")
+    dead.send_signal(signal.SIGKILL)
+    dead.wait()
+    try:
+        assert remove_stale(tmp_path, keep_job="mine") == (dead_path,)
+        assert not dead_path.parent.exists()
+        assert (living_path / "x").read_text() == "x"
+        assert remove_stale(tmp_path, keep_job="mine") == ()
+    finally:
+        living.communicate("")
+
+
+def test_a_restarted_rank_adopts_what_its_killed_predecessor_left(tmp_path):
+    dead, path = child(tmp_path, ME.job)
+    dead.send_signal(signal.SIGKILL)
+    dead.wait()
+    assert remove_stale(tmp_path, keep_job=ME.job) == ()
+    mine = RankDirectory.acquire(tmp_path, ME)
+    assert (mine.path, mine.adopted) == (path, True)
+    mine.remove()
+    assert not path.exists()
+
+
+def test_eight_processes_at_once_get_eight_directories(tmp_path):
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path), "same"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(8)
+    ]
+    paths = {p.stdout.readline().strip() for p in started}
+    [p.communicate("") for p in started]
+    assert len(paths) == 8
+
+
+def test_a_link_in_the_place_of_our_directory_is_refused(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / f"fla-safe-{os.geteuid()}").symlink_to(tmp_path / "target")
+    with pytest.raises(UnsafeDirectoryError, match="symbolic link"):
+        RankDirectory.acquire(tmp_path, ME)
+    assert list((tmp_path / "target").iterdir()) == []
+    assert remove_stale(tmp_path, keep_job="x") == ()
+
+
+def test_a_linked_lock_is_not_opened(tmp_path):
+    made = RankDirectory.acquire(tmp_path, ME)
+    made.close()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (made.path / "lock").unlink()
+    (made.path / "lock").symlink_to(victim)
+    with pytest.raises(ArtifactSpaceError):
+        RankDirectory.acquire(tmp_path, ME)
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+@pytest.mark.parametrize("what", ["directory", "link"])
+def test_what_another_user_made_first_is_refused(what, tmp_path):
+    ours = tmp_path / f"fla-safe-{os.geteuid()}"
+    if what == "directory":
+        ours.mkdir()
+        os.chown(ours, 12345, 12345)
+        with pytest.raises(UnsafeDirectoryError, match="user 12345"):
+            RankDirectory.acquire(tmp_path, ME)
+    else:
+        (tmp_path / "real").mkdir()
+        link = tmp_path / "link"
+        link.symlink_to(tmp_path / "real")
+        os.chown(link, 12345, 12345, follow_symlinks=False)
+        with pytest.raises(UnsafeDirectoryError, match="symbolic link of user 12345"):
+            choose_root(link / "x")
+
+
+def test_a_place_that_anyone_may_rearrange_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(UnsafeDirectoryError, match="every user"):
+        choose_root(tmp_path / "cache")
+    tmp_path.chmod(0o1777)
+    assert choose_root(tmp_path / "cache").path == tmp_path / "cache"
+
+
+def test_the_first_place_with_room_is_taken(tmp_path, monkeypatch):
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.mkdir(), large.mkdir()
+    real = os.statvfs
+
+    def statvfs(path):
+        values = list(real(path))
+        if Path(path) == small:
+            values[4] = 10  # f_bavail
+        return os.statvfs_result(values)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert choose_root(candidates=[tmp_path / "absent", small, large], needed_bytes=1 << 20).path == large
+    with pytest.raises(ArtifactSpaceError, match=r"MiB free.*--gdn_cache_root"):
+        choose_root(candidates=[small], needed_bytes=1 << 20)
+
+
+def test_network_file_systems_only_on_request(tmp_path, monkeypatch):
+    monkeypatch.setattr(roots, "filesystem_type", lambda path: "lustre")
+    with pytest.raises(ArtifactSpaceError, match="lustre"):
+        choose_root(candidates=[tmp_path], needed_bytes=1)
+    assert choose_root(tmp_path, needed_bytes=1).is_network
+
+
+def test_filesystem_type_reads_the_innermost_mount():
+    assert filesystem_type(Path("/proc/self")) == "proc"
+
+
+@pytest.mark.parametrize(
+    ("environ", "job", "rank"),
+    [
+        ({"SLURM_JOB_ID": "12", "SLURM_LOCALID": "5", "LOCAL_RANK": ""}, "12", "5"),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "h", "MASTER_PORT": "29500", "LOCAL_RANK": "0"},
+            "h-29500",
+            "0",
+        ),
+        ({}, f"p{os.getpid()}", f"p{os.getpid()}"),
+        ({"RANK": "3", "MASTER_PORT": "1"}, "localhost-1", f"p{os.getpid()}"),
+    ],
+    ids=["slurm", "torchrun without run id", "no launcher", "rank not known yet: never rank 0's"],
+)
+def test_identity_is_read_from_the_launcher(environ, job, rank):
+    found = JobIdentity.read(environ)
+    assert (found.job, found.local_rank) == (job, rank)
+
+
+@pytest.mark.parametrize("job", ["../../etc", "a/b", "", ".", "x" * 500, "job\0x", "täg"], ids=repr)
+def test_no_job_name_leads_out_of_the_directory(job, tmp_path):
+    made = RankDirectory.acquire(tmp_path, JobIdentity(job, "host", "0"))
+    assert made.path.parent.parent == tmp_path / f"fla-safe-{os.geteuid()}"
+    made.close()
+
+
+def test_different_odd_names_stay_different(tmp_path):
+    a = RankDirectory.acquire(tmp_path, JobIdentity("a/b", "host", "0"))
+    b = RankDirectory.acquire(tmp_path, JobIdentity("a_b", "host", "0"))
+    assert a.path.parent != b.path.parent
+    a.close(), b.close()
