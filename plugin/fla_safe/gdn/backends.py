@@ -7,6 +7,7 @@ from typing import Final, Protocol
 import torch
 
 from fla_safe.errors import FlaSafeError
+from fla_safe.gdn import fla_chunk
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
 from fla_safe.gdn.torch_chunk import torch_chunk_gated_delta_rule
@@ -70,6 +71,16 @@ def supports(
     """Whether a kernel can run on a device with these heads and this dtype, and why (not)."""
     if name == "torch":
         return True, "plain torch runs everywhere"
+    if name == "fla":
+        if dtype == torch.float64:
+            return False, "its kernels compute in float32 at most, not in float64"
+        narrow = layout is not None and dtype is not None and dtype.itemsize == 2
+        reason = fla_chunk.unsupported_reason(
+            torch.device(device),
+            layout.key_dim if layout is not None else None,
+            (layout.key_dim, layout.value_dim) if layout is not None and narrow else (),
+        )
+        return reason is None, reason or f"fla-core {fla_chunk.fla_version()}"
     return False, f"no kernel is called {name!r}; there are {', '.join(NAMES)}"
 
 
@@ -90,4 +101,6 @@ def resolve(
         raise BackendError(
             f"kernel {name!r} asked for, but {reason}", "a kernel that this machine can run", "use --gdn_impl torch"
         )
+    if name == "fla":
+        return Backend("fla", fla_chunk.load().version, fla_chunk.fla_chunk_gated_delta_rule)
     return Backend("torch", torch.__version__, torch_chunk_gated_delta_rule)

@@ -15,7 +15,7 @@ class LayoutError(FlaSafeError, ValueError):
 
 
 class Section(NamedTuple):
-    """Where one part lies: value head `i * r + j`, key head `i`, begins at `start + i * group_stride + j * head_stride`.
+    """Where one part lies: value head `i * r + j` of key head `i` at `start + i * group_stride + j * head_stride`.
 
     Parts that exist once a key head (q, k) have `j = 0` only. Units are elements of the last dimension.
     """
