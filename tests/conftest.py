@@ -1,0 +1,24 @@
+"""Shared by all tests: a hypothesis profile without deadlines, and uninitialised memory that shows."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "fla_safe", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("fla_safe")
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` and its relatives return NaN, so that a row nobody wrote cannot pass for a zero."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
