@@ -25,7 +25,7 @@ export NPROC_PER_NODE=${NPROC_PER_NODE:-$processes}
 
 if [ "$GPUS" -eq 0 ]; then
     export FLA_SAFE_CPU=1
-    device=(--torch_dtype float32 --ddp_backend gloo --use_cpu_initialization true --dataloader_pin_memory false)
+    device=(--torch_dtype float32 --fp16 false --bf16 false --ddp_backend gloo --use_cpu_initialization true --dataloader_pin_memory false)
 else
     device=(--torch_dtype bfloat16 --attention_backend auto)
 fi

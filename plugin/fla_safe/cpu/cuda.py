@@ -91,9 +91,23 @@ def install() -> None:
     mode = _CudaToCpu()
     mode.__enter__()  # for good: the mode lives as long as the process
     _installed.append(mode)
+    _patch_backward(mode)
     _patch_tensors()
     _patch_cuda()
     _patch_distributed()
+
+
+def _patch_backward(mode: TorchFunctionMode) -> None:
+    # PyTorch takes a mode off while it handles a call. `backward` is such a call, and it runs backward functions and
+    # recomputation that are written in Python and make tensors.
+    autograd: Any = torch.autograd
+    run_backward = autograd.graph._engine_run_backward
+
+    def _engine_run_backward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    autograd.graph._engine_run_backward = autograd._engine_run_backward = _engine_run_backward
 
 
 def _patch_tensors() -> None:
