@@ -39,6 +39,7 @@ def activate() -> None:
         )
     _take_first_config()
     _keep_loop_indices_typed()
+    _compute_in_bfloat16()
     _give_cpu_a_device_context()
     _active = True
 
@@ -86,6 +87,61 @@ def _keep_loop_indices_typed() -> None:
         return patch_lang(fn)
 
     interpreter._patch_lang = patch_lang_and_range
+
+
+def _compute_in_bfloat16() -> None:
+    """The interpreter keeps bfloat16 as uint16 bits and computes on the bits; it also truncates where GPUs round.
+
+    Arithmetic on bfloat16 is done in float32 and rounded to nearest even, as is every conversion to it. Seen in Triton
+    3.6 to 3.8; delete when `tl.dot` of two bfloat16 blocks is right in the interpreter.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def to_bits(data: Any) -> Any:
+        bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        return np.where(np.isnan(data), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+    def to_float(data: Any) -> Any:
+        return (data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    convert_float = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if source == tl.float32 and target == tl.bfloat16:
+            return to_bits(data)
+        if source == tl.bfloat16 and target == tl.float32:
+            return to_float(data)
+        return convert_float(data, source, target, rounding_mode)
+
+    def wide(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle(to_float(handle.data), tl.float32)
+
+    builder = interpreter.InterpreterBuilder
+    binary_op, unary_op, create_dot = builder.binary_op, builder.unary_op, builder.create_dot
+
+    def narrow(handle: Any) -> Any:
+        if handle.data.dtype != np.float32:  # a comparison
+            return handle
+        return interpreter.TensorHandle(to_bits(handle.data), tl.bfloat16)
+
+    def binary(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16:
+            return binary_op(self, lhs, rhs, op)
+        return narrow(binary_op(self, wide(lhs), wide(rhs), op))
+
+    def unary(self: Any, arg: Any, op: Any) -> Any:
+        return unary_op(self, arg, op) if arg.dtype.scalar != tl.bfloat16 else narrow(unary_op(self, wide(arg), op))
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        return create_dot(self, wide(a), wide(b), d, *options)
+
+    interpreter._convert_float = convert
+    builder.binary_op, builder.unary_op, builder.create_dot = binary, unary, dot
 
 
 def _give_cpu_a_device_context() -> None:
