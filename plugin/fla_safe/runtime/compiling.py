@@ -1,0 +1,106 @@
+"""A replacement for `JITFunction._do_compile`: one compilation for each binary, counted, and none after the freeze.
+
+For every planned call two binaries exist: one for its own class of arguments (pointers on 16-byte boundaries, integers
+divisible by 16 or equal to 1), and a *general* one that assumes nothing and is right for all classes. After the freeze
+a call whose class has no binary of its own gets the general one instead of a compilation.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fla_safe.runtime.guard import Guard
+from fla_safe.runtime.seams import Seams
+
+__all__ = ["Compiling"]
+
+
+class Compiling:
+    """Owns the seam and the general binaries.
+
+    Args:
+        guard: says whether a compilation is late.
+        answers_for: whether a kernel, by name, is one whose late compilations count.
+
+    Attributes:
+        compiled: number of compilations (from source or from a warm cache directory) since activation.
+        served_general: calls of a new class after the freeze that were answered with a general binary.
+    """
+
+    def __init__(self, guard: Guard, answers_for: Callable[[str], bool] = lambda kernel: True) -> None:
+        self.guard = guard
+        self.answers_for = answers_for
+        self.compiled = 0
+        self.served_general = 0
+        self._general: dict[tuple[Any, ...], Any] = {}
+        self._locks: dict[tuple[Any, ...], threading.Lock] = {}
+        self._jits: dict[int, Any] = {}
+
+    def install(self, seams: Seams) -> None:
+        """Exchange `JITFunction._do_compile`."""
+        from triton.runtime.jit import JITFunction
+
+        owner = self
+
+        def _do_compile(
+            jit: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, warmup: Any
+        ) -> Any:
+            return owner._compile(stock, jit, key, signature, device, constexprs, options, attrs, warmup)
+
+        stock = seams.replace(JITFunction, "_do_compile", _do_compile)
+
+    def _compile(
+        self,
+        stock: Any,
+        jit: Any,
+        key: Any,
+        signature: Mapping[str, Any],
+        device: int,
+        constexprs: Mapping[Any, Any],
+        options: Any,
+        attrs: Mapping[Any, Any],
+        warmup: bool,
+    ) -> Any:
+        binaries = jit.device_caches[device][0]
+        form, is_general = _general_form(jit, signature, constexprs, attrs)
+        where = (id(jit), device, form, str(sorted(options.__dict__.items(), key=lambda item: item[0])))
+        if self.guard.frozen:
+            general = self._general.get(where)
+            if general is not None:
+                self.served_general += 1
+                binaries[key] = general
+                return general
+            name = f"{jit.fn.__module__}.{jit.fn.__qualname__}"
+            if self.answers_for(name):
+                self.guard.late_compile(name, _text(jit, signature, device))
+        # Two threads that need one binary compile it once; different binaries do not wait for each other.
+        with self._locks.setdefault((id(jit), device, key), threading.Lock()):
+            binary = binaries.get(key)
+            if binary is not None:
+                return binary
+            self.compiled += 1
+            self._jits[id(jit)] = jit
+            binary = stock(jit, key, signature, device, constexprs, options, attrs, warmup)
+        if is_general and binary is not None:
+            self._general[where] = binary
+        return binary
+
+
+def _general_form(jit: Any, signature: Any, constexprs: Any, attrs: Any) -> tuple[tuple[Any, ...], bool]:
+    """What remains of a specialisation when classes of values are dropped, and whether there were none."""
+    types: list[Any] = []
+    constants: list[tuple[int, str]] = []
+    is_general = not any(attrs.values())
+    for i, (parameter, kind) in enumerate(zip(jit.params, signature.values())):
+        value = constexprs.get((i,))
+        if kind == "constexpr" and not parameter.is_constexpr and type(value) is int:
+            kind, is_general = "i32", False  # Triton folds a run-time integer that equals 1 into the code
+        elif kind == "constexpr":
+            constants.append((i, repr(value)))
+        types.append(kind)
+    return (tuple(types), tuple(constants)), is_general
+
+
+def _text(jit: Any, signature: Mapping[str, Any], device: int) -> str:
+    live = ", ".join(f"{name}: {kind}" for name, kind in signature.items() if kind != "constexpr")
+    return f"({live}) on device {device}"

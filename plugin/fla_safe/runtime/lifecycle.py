@@ -1,0 +1,260 @@
+"""Warm-up, freeze, steady state: the life of a process's Triton kernels, and the object that leads it.
+
+rt = activate(RuntimeSettings(guard="strict"))   # before the first kernel; idempotent; one in a process
+with rt.warmup():                                # tuning and compiling allowed
+    ...                                          # call every kernel that training will call
+rt.freeze()                                      # agree, compile, plan, forbid
+rt.counters()                                    # late_tunes, late_compiles, file_ops, syncs since the freeze
+rt.report()                                      # JSON-serialisable
+rt.deactivate()                                  # everything as it was
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fla_safe.runtime.audit import Audit, AuditScope
+from fla_safe.runtime.autotune import Judge, Tuning
+from fla_safe.runtime.compiling import Compiling
+from fla_safe.runtime.decisions import DecisionTable, TuningKey
+from fla_safe.runtime.guard import Guard, GuardMode
+from fla_safe.runtime.kernels import Kernel, describe, without_specialisation
+from fla_safe.runtime.launch import Launching
+from fla_safe.runtime.probes import PACKAGES, Probes
+from fla_safe.runtime.seams import Seams
+from fla_safe.runtime.stamp import Stamp
+
+__all__ = ["Phase", "Runtime", "RuntimeSettings", "activate", "active"]
+
+Phase = Literal["open", "warm-up", "frozen", "inactive"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeSettings:
+    """Choices of the runtime floor.
+
+    Attributes:
+        guard: what a key or binary that was not planned meets after the freeze (`Guard`).
+        table: decisions to start from; None starts an empty table stamped with this process's versions.
+        size_arguments: patterns of run-time arguments that only size the problem; no code is special for their values.
+        packages: optional packages that are tried once (`Probes`).
+        guarded: module prefixes of the kernels this runtime answers for; empty means every Triton kernel.
+        audit: which file operations are counted after the freeze (`Audit`).
+        watch_syncs: count synchronizing CUDA calls inside `Runtime.section`.
+        judge: accepts or refuses winners of tuning.
+        agree: called at the freeze with this rank's table; returns the table of all ranks.
+    """
+
+    guard: GuardMode = "warn"
+    table: DecisionTable | None = None
+    size_arguments: Sequence[str] = ("T", "BS", "stride_*_n")
+    packages: Sequence[str] = PACKAGES
+    guarded: Sequence[str] = ()
+    audit: AuditScope = "sections"
+    watch_syncs: bool = False
+    judge: Judge | None = None
+    agree: Callable[[DecisionTable], DecisionTable] | None = None
+
+
+_active: "Runtime | None" = None
+_activation = threading.Lock()
+
+
+def activate(settings: RuntimeSettings | None = None) -> "Runtime":
+    """Take over Triton's tuning, compiling and launching in this process. A second call returns the same runtime."""
+    global _active
+    with _activation:
+        if _active is None:
+            _active = Runtime(settings or RuntimeSettings())
+        return _active
+
+
+def active() -> "Runtime | None":
+    """The runtime of this process, if it is activated."""
+    return _active
+
+
+class Runtime:
+    """Made by `activate`. Attributes `table`, `audit`, `guard` and `probes` may be read at any time."""
+
+    def __init__(self, settings: RuntimeSettings) -> None:
+        self.settings = settings
+        self.phase: Phase = "open"
+        self.guard = Guard(settings.guard)
+        self.audit = Audit(settings.audit, watch_syncs=settings.watch_syncs)
+        self.probes = Probes(settings.packages)
+        table = settings.table if settings.table is not None else DecisionTable(Stamp.current())
+        self.tuning = Tuning(table, self.guard, self.describe, judge=settings.judge, told=self._tuned)
+        self.compiling = Compiling(self.guard, self._answers_for)
+        self.launching = Launching(self.guard, self.describe)
+        self.freeze_seconds = 0.0
+        self._known: dict[int, tuple[Any, Kernel | None]] = {}
+        self._progress: Callable[[str], None] = _say
+        self._seams = Seams()
+        self._describing = threading.Lock()
+        try:
+            for part in (self.probes, self.tuning, self.compiling, self.launching):
+                part.install(self._seams)
+            self.probes.settle(self._seams)
+        except BaseException:
+            self._seams.restore()
+            raise
+
+    @property
+    def table(self) -> DecisionTable:
+        """Decisions of this process; after the freeze those of all ranks."""
+        return self.tuning.table
+
+    @property
+    def section(self) -> contextlib.AbstractContextManager[None]:
+        """`with rt.section:` around a call that must not touch files nor wait for the device; costs a microsecond."""
+        return self.audit.section
+
+    @contextlib.contextmanager
+    def warmup(self, progress: Callable[[str], None] | None = None) -> Iterator["Runtime"]:
+        """Allow tuning and compiling. After an earlier freeze the block ends with a new one.
+
+        Args:
+            progress: told of each tuned kernel in a short text; default is the log.
+        """
+        before, shown = self.phase, self._progress
+        self._progress = progress or shown
+        self._thaw("warm-up")
+        try:
+            yield self
+        finally:
+            self._progress = shown
+            self.phase = "open"
+        if before == "frozen":
+            self.freeze()
+
+    def freeze(
+        self,
+        guard: GuardMode | None = None,
+        *,
+        devices: Collection[int] = (),
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Agree on one table, compile every class of calls that was seen, make direct launches, forbid the rest.
+
+        Args:
+            guard: replaces the mode given at activation.
+            devices: GPUs of this process that will run the kernels; default are those of the calls seen.
+            progress: told of each kernel that is planned.
+        """
+        began = time.perf_counter()
+        self._thaw("warm-up")
+        self.probes.settle(self._seams)
+        if self.settings.agree is not None:
+            self.tuning.table = self.settings.agree(self.tuning.table)
+            self.tuning.forget()
+        self.launching.freeze(devices, progress or self._progress)
+        if guard is not None:
+            self.guard.mode = guard
+        self.guard.reset()
+        self.guard.frozen = True
+        self.compiling.served_general = self.launching.misses = 0
+        self.phase = "frozen"
+        self.freeze_seconds = time.perf_counter() - began
+        self.audit.start()
+
+    def counters(self) -> dict[str, int]:
+        """Since the freeze. The first four are 0 in a healthy job; the last two only cost time on the host.
+
+        `served_general` counts classes that got the general binary, `unplanned_launches` calls on Triton's own path.
+        """
+        return {
+            "late_tunes": self.guard.late_tunes,
+            "late_compiles": self.guard.late_compiles,
+            "file_ops": self.audit.file_ops,
+            "syncs": self.audit.syncs,
+            "served_general": self.compiling.served_general,
+            "unplanned_launches": self.launching.misses,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """Versions, decisions, timings and counters, ready for `json.dumps`."""
+        return {
+            "phase": self.phase,
+            "guard": self.guard.mode,
+            "stamp": self.table.stamp.as_dict(),
+            "table_hash": self.table.hash(),
+            "decisions": {str(key): str(self.table.get(key)) for key in self.table},
+            "rejected": {key: dict(reasons) for key, reasons in self.tuning.rejected.items()},
+            "probes": self.probes.report(),
+            "launches": self.launching.summary(),
+            "timings": {
+                "tuning_rounds": self.tuning.rounds,
+                "tuning_s": round(self.tuning.seconds, 3),
+                "compiled": self.compiling.compiled,
+                "freeze_s": round(self.freeze_seconds, 3),
+            },
+            "counters": self.counters(),
+            "file_examples": list(self.audit.examples),
+        }
+
+    def deactivate(self) -> None:
+        """Give Triton and FLA back what was exchanged; compiled kernels stay in Triton's own memory. Idempotent."""
+        global _active
+        with _activation:
+            if self.phase == "inactive":
+                return
+            self.guard.frozen = False
+            self.audit.stop()
+            self._seams.restore()
+            self.phase = "inactive"
+            if _active is self:
+                _active = None
+
+    def describe(self, outer: Any) -> Kernel | None:
+        """Facts of a kernel, found once; also the moment at which its size arguments lose their specialisation."""
+        known = self._known.get(id(outer))
+        if known is not None:
+            return known[1]
+        with self._describing:
+            known = self._known.get(id(outer))
+            if known is None:
+                kernel = describe(outer)
+                if kernel is not None and not self._answers_for(kernel.name):
+                    kernel = None
+                if kernel is not None:
+                    self._unspecialise(kernel)
+                known = self._known[id(outer)] = (outer, kernel)
+        return known[1]
+
+    def _answers_for(self, kernel: str) -> bool:
+        guarded = self.settings.guarded
+        return not guarded or any(kernel == p or kernel.startswith(p.rstrip(".") + ".") for p in guarded)
+
+    def _unspecialise(self, kernel: Kernel) -> None:
+        parameters = without_specialisation(kernel, self.settings.size_arguments)
+        if not parameters:
+            return
+        jit = kernel.jit
+
+        def put(value: bool) -> None:
+            for parameter in parameters:
+                parameter.do_not_specialize = value
+            jit.device_caches.clear()  # each holds a binder that was generated from the parameters
+
+        put(True)
+        self._seams.on_restore(lambda: put(False))
+
+    def _thaw(self, phase: Phase) -> None:
+        self.guard.frozen = False
+        self.audit.stop()
+        self.launching.thaw()
+        self.phase = phase
+
+    def _tuned(self, key: TuningKey, configs: int, seconds: float) -> None:
+        self._progress(f"tuned {key.kernel.rsplit('.', 1)[-1]} ({configs} configs, {seconds:.1f} s)")
+
+
+def _say(text: str) -> None:
+    _log.info("fla-safe: %s", text)
