@@ -110,7 +110,7 @@ def test_elsewhere_identity_and_version_decide_without_reading_the_device() -> N
     # A meta tensor has no data: a comparison of contents would fail, as a read of device memory would synchronise.
     buffer = torch.zeros(3, dtype=torch.int32, device="meta")
     host = segments_of([3, 5])
-    segments = PackedSegments(buffer, host.offsets_host, 8, 8, {}, buffer, buffer._version, host.offsets_host)
+    segments = PackedSegments(buffer, host.offsets_host, 8, 8, buffer, {}, buffer, buffer._version, host.offsets_host)
     assert segments.matches(buffer, 8)
     assert not segments.matches(buffer.clone(), 8)
     assert not segments.matches(buffer, 9)
@@ -122,7 +122,7 @@ def test_inference_tensors_never_match_by_version() -> None:
     with torch.inference_mode():
         buffer = torch.zeros(3, dtype=torch.int32, device="meta")
     host = segments_of([3, 5])
-    segments = PackedSegments(buffer, host.offsets_host, 8, 8, {}, buffer, None, host.offsets_host)
+    segments = PackedSegments(buffer, host.offsets_host, 8, 8, buffer, {}, buffer, None, host.offsets_host)
     assert not segments.matches(buffer, 8)
     with torch.inference_mode():
         assert PackedSegments.prepare(torch.tensor([0, 8]), 8).used == 8

@@ -10,10 +10,13 @@ import torch
 
 from fla_safe.errors import FlaSafeError
 
-__all__ = ["CHUNK_SIZE", "ChunkIndex", "OffsetsError", "PackedSegments", "zero_tail"]
+__all__ = ["CHUNK_SIZE", "NO_SEGMENT", "ChunkIndex", "OffsetsError", "PackedSegments", "zero_tail"]
 
 CHUNK_SIZE: Final = 64
 """Rows of one chunk in FLA's gated delta rule kernels."""
+
+NO_SEGMENT: Final = 2**31 - 1
+"""Segment start of a row that belongs to nobody: no row comes at or after it."""
 
 _ALIGN = 4  # int32 elements in 16 bytes, the alignment that Triton specialises pointers on
 _REMEDY = (
@@ -52,12 +55,14 @@ class PackedSegments:
         offsets_host: the same numbers.
         total: rows of the packed row.
         used: rows that the caller's offsets cover.
+        row_starts: `[T]` int32 on the device, the first row of each row's segment; `NO_SEGMENT` for rows of the tail.
     """
 
     offsets: torch.Tensor
     offsets_host: tuple[int, ...]
     total: int
     used: int
+    row_starts: torch.Tensor = field(repr=False)
     _chunks: Mapping[int, ChunkIndex] = field(repr=False)
     _source: torch.Tensor = field(repr=False)
     _source_version: int | None = field(repr=False)
@@ -96,13 +101,15 @@ class PackedSegments:
         for end in (*given[1:], total):
             if end > bounds[-1]:
                 bounds.append(end)
-        parts = [np.asarray(bounds, dtype=np.int32)]
+        row_starts = np.repeat(np.asarray(bounds[:-1], dtype=np.int32), np.diff(bounds))
+        row_starts[given[-1] :] = NO_SEGMENT
+        parts = [np.asarray(bounds, dtype=np.int32), row_starts]
         sizes = tuple(dict.fromkeys(chunk_sizes))
         for size in sizes:
             parts += _chunk_parts(np.diff(parts[0]), size)
-        offsets, *rest = _upload(parts, cu_seqlens.device)
+        offsets, starts, *rest = _upload(parts, cu_seqlens.device)
         chunks = {size: ChunkIndex(rest[2 * i].view(-1, 2), rest[2 * i + 1]) for i, size in enumerate(sizes)}
-        return cls(offsets, tuple(bounds), total, given[-1], chunks, cu_seqlens, version, given)
+        return cls(offsets, tuple(bounds), total, given[-1], starts, chunks, cu_seqlens, version, given)
 
     @property
     def device(self) -> torch.device:

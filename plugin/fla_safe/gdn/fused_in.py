@@ -1,0 +1,230 @@
+"""Kernel from the projection's output to the chunk kernel's inputs: convolution, SiLU, split, q/k l2norm, gates."""
+
+# Triton's conditional expression wants both sides of one type.
+# ruff: noqa: SIM108
+
+import triton
+import triton.language as tl
+
+from fla_safe.gdn.fused_rows import (
+    NOWHERE,
+    columns_of_slot,
+    gate_columns,
+    load_rows,
+    log1p,
+    row_pointers,
+    row_starts,
+    seen,
+    sigmoid,
+    store_rows,
+    tap,
+)
+
+__all__ = ["mixer_in_forward"]
+
+
+@triton.jit
+def _activate(x0, x1, x2, x3, t, first, w0, w1, w2, w3, bias, eps, NORM: tl.constexpr, MASKED: tl.constexpr):
+    pre = bias + w0 * seen(x0, t, first, 0, MASKED)
+    pre += w1 * seen(x1, t, first, 1, MASKED)
+    pre += w2 * seen(x2, t, first, 2, MASKED)
+    pre += w3 * seen(x3, t, first, 3, MASKED)
+    y = pre * sigmoid(pre)
+    if NORM:
+        y = y * tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + eps)
+    if MASKED:
+        # A tail row saw nothing, but a bias would still show.
+        y = tl.where(t >= first, y, 0.0)
+    return y
+
+
+@triton.jit
+def _head(
+    x,
+    weight,
+    bias,
+    starts,
+    out,
+    begin,
+    total,
+    eps,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    W: tl.constexpr,
+    CHAINS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    NORM: tl.constexpr,
+    PACKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One head's columns of `CHAINS * LENGTH` tokens; a chain walks its tokens with the last three rows in registers."""
+    cols = tl.arange(0, BD)
+    w0 = tap(weight, 0, D, BD, W)
+    w1 = tap(weight, 1, D, BD, W)
+    w2 = tap(weight, 2, D, BD, W)
+    w3 = tap(weight, 3, D, BD, W)
+    if HAS_BIAS:
+        b = tl.load(bias + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+    else:
+        b = 0.0
+    ta = begin + tl.arange(0, CHAINS)[:, None] * LENGTH
+    px = row_pointers(x, ta, BD, X_STRIDE)
+    po = row_pointers(out, ta, BD, OUT_STRIDE)
+    x3 = load_rows(px - 3 * X_STRIDE, (ta >= 3) & (ta - 3 < total), D, BD, MASKED)
+    x2 = load_rows(px - 2 * X_STRIDE, (ta >= 2) & (ta - 2 < total), D, BD, MASKED)
+    x1 = load_rows(px - X_STRIDE, (ta >= 1) & (ta - 1 < total), D, BD, MASKED)
+    for _ in range(0, LENGTH, 4):
+        tb = ta + 1
+        tc = ta + 2
+        td = ta + 3
+        xa = load_rows(px, ta < total, D, BD, MASKED)
+        xb = load_rows(px + X_STRIDE, tb < total, D, BD, MASKED)
+        xc = load_rows(px + 2 * X_STRIDE, tc < total, D, BD, MASKED)
+        xd = load_rows(px + 3 * X_STRIDE, td < total, D, BD, MASKED)
+        fa = row_starts(starts, ta, total, PACKED, MASKED)
+        fb = row_starts(starts, tb, total, PACKED, MASKED)
+        fc = row_starts(starts, tc, total, PACKED, MASKED)
+        fd = row_starts(starts, td, total, PACKED, MASKED)
+        ya = _activate(xa, x1, x2, x3, ta, fa, w0, w1, w2, w3, b, eps, NORM, MASKED)
+        yb = _activate(xb, xa, x1, x2, tb, fb, w0, w1, w2, w3, b, eps, NORM, MASKED)
+        yc = _activate(xc, xb, xa, x1, tc, fc, w0, w1, w2, w3, b, eps, NORM, MASKED)
+        yd = _activate(xd, xc, xb, xa, td, fd, w0, w1, w2, w3, b, eps, NORM, MASKED)
+        store_rows(po, ya, ta < total, D, BD, MASKED)
+        store_rows(po + OUT_STRIDE, yb, tb < total, D, BD, MASKED)
+        store_rows(po + 2 * OUT_STRIDE, yc, tc < total, D, BD, MASKED)
+        store_rows(po + 3 * OUT_STRIDE, yd, td < total, D, BD, MASKED)
+        x1 = xd
+        x2 = xc
+        x3 = xb
+        ta += 4
+        px += 4 * X_STRIDE
+        po += 4 * OUT_STRIDE
+
+
+@triton.jit
+def _gates(
+    x,
+    a_log,
+    dt_bias,
+    starts,
+    g,
+    beta,
+    begin,
+    total,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b) of `TOKENS` tokens, all heads."""
+    heads = tl.arange(0, BH)
+    in_heads = heads < HV
+    column_b, column_a = gate_columns(heads, H, HV, K, V, INTERLEAVED)
+    rate = tl.exp(tl.load(a_log + heads, mask=in_heads, other=0.0).to(tl.float32))
+    shift = tl.load(dt_bias + heads, mask=in_heads, other=0.0).to(tl.float32)
+    t = begin + tl.arange(0, TOKENS)
+    valid = (t >= row_starts(starts, t, total, PACKED, True))[:, None] & in_heads[None, :]
+    row = x + (t.to(tl.int64) * X_STRIDE)[:, None]
+    a = tl.load(row + column_a[None, :], mask=valid, other=0.0).to(tl.float32) + shift[None, :]
+    b = tl.load(row + column_b[None, :], mask=valid, other=0.0).to(tl.float32)
+    decay = -rate[None, :] * (tl.maximum(a, 0.0) + log1p(tl.exp(-tl.abs(a))))
+    target = t.to(tl.int64)[:, None] * HV + heads[None, :]
+    inside = (t < total)[:, None] & in_heads[None, :]
+    tl.store(g + target, tl.where(valid, decay, 0.0), mask=inside)
+    tl.store(beta + target, tl.where(valid, sigmoid(b), 0.0).to(beta.dtype.element_ty), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["total"],
+    do_not_specialize_on_alignment=["conv_weight", "conv_bias", "a_log", "dt_bias", "starts"],
+)
+def mixer_in_forward(
+    proj,
+    conv_weight,
+    conv_bias,
+    a_log,
+    dt_bias,
+    starts,
+    qkv,
+    g,
+    beta,
+    total,
+    eps: tl.constexpr,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BH: tl.constexpr,
+    W: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHAINS_K: tl.constexpr,
+    CHAINS_V: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    L2NORM: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Grid (2 H + HV + 1 slots, blocks of `TOKENS` rows, batch).
+
+    `proj` `[total, BATCH, P]` contiguous; `qkv` holds q and k `[BATCH, total, H, K]` and v `[BATCH, total, HV, V]`, one
+    after the other; `g` float32 and `beta` `[BATCH, total, HV]`; `starts` int32 `[total]` (see `fused_rows.NOWHERE`).
+    Rows of the tail become zeros whatever `proj` holds there.
+    """
+    P: tl.constexpr = 2 * H * K + 2 * HV * V + 2 * HV
+    X_STRIDE: tl.constexpr = BATCH * P
+    slot = tl.program_id(0)
+    begin = tl.program_id(1) * TOKENS
+    batch = tl.program_id(2)
+    x = proj + batch * P
+    row = batch.to(tl.int64) * total
+    if slot == 2 * H + HV:
+        _gates(
+            x, a_log, dt_bias, starts, g + row * HV, beta + row * HV, begin, total,
+            H, HV, K, V, X_STRIDE, TOKENS, BH, INTERLEAVED, PACKED,
+        )  # fmt: skip
+    else:
+        column, channel = columns_of_slot(slot, H, HV, K, V, INTERLEAVED)
+        x += column
+        weight = conv_weight + channel * W
+        bias = conv_bias + channel
+        # All rows that this block touches lie in one segment (they mostly do): no masks at all.
+        interior = (begin >= 3) & (begin + TOKENS <= total)
+        if PACKED:
+            last = tl.load(starts + begin + TOKENS - 1, mask=begin + TOKENS <= total, other=NOWHERE)
+            interior = interior & (last <= begin - 3)
+        rows = tl.num_programs(2).to(tl.int64) * total
+        if slot < 2 * H:
+            out = qkv + (slot // H) * rows * (H * K) + row * (H * K) + (slot % H) * K
+            if interior:
+                _head(
+                    x, weight, bias, starts, out, begin, total, eps, K, BK, X_STRIDE, H * K,
+                    W, CHAINS_K, TOKENS // CHAINS_K, L2NORM, PACKED, False, HAS_BIAS,
+                )  # fmt: skip
+            else:
+                _head(
+                    x, weight, bias, starts, out, begin, total, eps, K, BK, X_STRIDE, H * K,
+                    W, CHAINS_K, TOKENS // CHAINS_K, L2NORM, PACKED, True, HAS_BIAS,
+                )  # fmt: skip
+        else:
+            out = qkv + 2 * rows * (H * K) + row * (HV * V) + (slot - 2 * H) * V
+            if interior:
+                _head(
+                    x, weight, bias, starts, out, begin, total, eps, V, BV, X_STRIDE, HV * V,
+                    W, CHAINS_V, TOKENS // CHAINS_V, False, PACKED, False, HAS_BIAS,
+                )  # fmt: skip
+            else:
+                _head(
+                    x, weight, bias, starts, out, begin, total, eps, V, BV, X_STRIDE, HV * V,
+                    W, CHAINS_V, TOKENS // CHAINS_V, False, PACKED, True, HAS_BIAS,
+                )  # fmt: skip

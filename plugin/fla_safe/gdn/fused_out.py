@@ -1,0 +1,138 @@
+"""Kernels of the gated RMSNorm, reading the gate from the projection and writing what the output projection reads."""
+
+import triton
+import triton.language as tl
+
+from fla_safe.gdn.fused_rows import sigmoid, z_columns
+
+__all__ = ["mixer_out_backward", "mixer_out_forward"]
+
+
+@triton.jit
+def _locate(
+    n,
+    t,
+    batch,
+    total,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Offsets `[rows, BV]` of (token, head) pairs `n` = t * HV + head in `o`, in the output and of z in the projection."""
+    P: tl.constexpr = 2 * H * K + 2 * HV * V + 2 * HV
+    cols = tl.arange(0, BV)[None, :]
+    head = n % HV
+    far = t.to(tl.int64)
+    in_o = (batch.to(tl.int64) * total * HV + n) * V + cols
+    in_out = ((far * BATCH + batch) * HV + head) * V + cols
+    in_z = (far * BATCH + batch) * P + z_columns(head, H, HV, K, V, INTERLEAVED) + cols
+    return in_o, in_out, in_z
+
+
+@triton.jit(do_not_specialize=["total", "used"], do_not_specialize_on_alignment=["norm_weight"])
+def mixer_out_forward(
+    o,
+    proj,
+    norm_weight,
+    out,
+    total,
+    used,
+    eps: tl.constexpr,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """Grid (blocks of `ROWS` (token, head) pairs, batch): RMSNorm(o) * weight * silu(z), zeros from row `used` on.
+
+    `o` `[BATCH, total, HV, V]`, `proj` `[total, BATCH, P]`, `out` `[total, BATCH, HV * V]`.
+    """
+    batch = tl.program_id(1)
+    n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    t = n // HV
+    in_o, in_out, in_z = _locate(n, t, batch, total, BATCH, H, HV, K, V, BV, INTERLEAVED)
+    cols = tl.arange(0, BV)[None, :]
+    inside = t < total
+    valid = t < used
+    if V != BV:
+        inside = inside & (cols < V)
+        valid = valid & (cols < V)
+    x = tl.load(o + in_o, mask=valid, other=0.0).to(tl.float32)
+    z = tl.load(proj + in_z, mask=valid, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + cols, mask=cols < V, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / V) + eps)
+    y = x * r * weight * (z * sigmoid(z))
+    tl.store(out + in_out, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["total", "used"], do_not_specialize_on_alignment=["norm_weight"])
+def mixer_out_backward(
+    o,
+    proj,
+    norm_weight,
+    dout,
+    do,
+    dproj,
+    sums,
+    total,
+    used,
+    eps: tl.constexpr,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """Grid (blocks of `ROWS * STEPS` pairs, batch): gradient of o, of z into `dproj`, and a row of `sums` `[*, V]`.
+
+    Shapes as in `mixer_out_forward`; `do` as `o`, `dout` as `out`, `dproj` as `proj`.
+    """
+    batch = tl.program_id(1)
+    cols = tl.arange(0, BV)[None, :]
+    weight = tl.load(norm_weight + cols, mask=cols < V, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    dweight = tl.zeros([ROWS, BV], tl.float32)
+    begin = tl.program_id(0) * (ROWS * STEPS)
+    for i in range(0, STEPS):
+        n = (begin + i * ROWS + tl.arange(0, ROWS))[:, None]
+        t = n // HV
+        in_o, in_out, in_z = _locate(n, t, batch, total, BATCH, H, HV, K, V, BV, INTERLEAVED)
+        inside = t < total
+        valid = t < used
+        if V != BV:
+            inside = inside & (cols < V)
+            valid = valid & (cols < V)
+        x = tl.load(o + in_o, mask=valid, other=0.0).to(tl.float32)
+        z = tl.load(proj + in_z, mask=valid, other=0.0).to(tl.float32)
+        dy = tl.load(dout + in_out, mask=valid, other=0.0).to(tl.float32)
+        r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / V) + eps)
+        x = x * r
+        s = sigmoid(z)
+        gate = z * s
+        dz = dy * x * weight * (s + gate * (1.0 - s))
+        dy = dy * gate
+        dweight += dy * x
+        dx = dy * weight
+        dx = r * (dx - x * (tl.sum(dx * x, axis=1, keep_dims=True) * (1.0 / V)))
+        tl.store(dproj + in_z, dz.to(dproj.dtype.element_ty), mask=inside)
+        tl.store(do + in_o, dx.to(do.dtype.element_ty), mask=inside)
+    row = (batch * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+    cols = tl.arange(0, BV)
+    tl.store(sums + row * V + cols, tl.sum(dweight, axis=0), mask=cols < V)
