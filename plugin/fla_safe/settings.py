@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from fla_safe.errors import FlaSafeError
 
@@ -44,7 +44,7 @@ class Settings:
                 f"--gdn_impl {gdn_impl!r}", f"one of {', '.join(get_args(GdnImpl))}", "correct the flag"
             )
         return cls(
-            gdn_impl=gdn_impl,
+            gdn_impl=cast(GdnImpl, gdn_impl),
             cpu=environ.get("FLA_SAFE_CPU") == "1",
             interpret=environ.get("TRITON_INTERPRET") == "1",
             # mcore-bridge's own parser: 1/true/yes in any case is on, everything else is off.
