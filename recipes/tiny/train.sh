@@ -10,7 +10,10 @@ set -euo pipefail
 : "${MODEL:?a checkpoint, made by scripts/make_tiny_model.py}"
 : "${DATA:?a JSONL file, made by scripts/make_multimodal_data.py}"
 : "${OUTPUT:?a folder to write to}"
-GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)}
+if [ "${FLA_SAFE_CPU:-0}" = 1 ]; then GPUS=0; fi
+if [ -z "${GPUS:-}" ]; then
+    GPUS=$(TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -c 'import torch; print(torch.cuda.device_count())')
+fi
 
 if [ "$GPUS" -ge 4 ] || [ "$GPUS" -eq 0 ]; then
     processes=4 tp=2 pp=2 ep=2
@@ -21,10 +24,12 @@ else
 fi
 tp=${TP:-$tp} pp=${PP:-$pp} ep=${EP:-$ep}
 export NPROC_PER_NODE=${NPROC_PER_NODE:-$processes}
+# A free port, so that two runs on one host do not meet.
+export MASTER_PORT=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
 [ "$tp" -gt 1 ] && sequence_parallel=true || sequence_parallel=false
 
 if [ "$GPUS" -eq 0 ]; then
-    export FLA_SAFE_CPU=1
+    export FLA_SAFE_CPU=1 CUDA_VISIBLE_DEVICES=
     device=(--torch_dtype float32 --fp16 false --bf16 false --ddp_backend gloo --use_cpu_initialization true --dataloader_pin_memory false)
 else
     device=(--torch_dtype bfloat16 --attention_backend auto)
@@ -47,7 +52,7 @@ exec megatron sft \
     --packing true \
     --max_length 512 \
     --micro_batch_size 1 \
-    --global_batch_size 4 \
+    --global_batch_size 2 \
     --train_iters "${ITERS:-24}" \
     --tensor_model_parallel_size "$tp" \
     --pipeline_model_parallel_size "$pp" \
