@@ -6,19 +6,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["Layer", "packed_offsets", "prepare"]
+__all__ = ["Layer", "lift_hopper_refusal", "packed_offsets", "prepare"]
 
 
 def prepare() -> None:
-    """Make FLA accept host tensors (their device has no index) and lift its refusal of Hopper with this Triton.
-
-    Its `chunk_bwd_dqkwg` raises on Hopper with Triton 3.4 to 3.7 unless TileLang is there (issue #640 of
-    flash-linear-attention); nothing is computed here.
-    """
+    """Make FLA accept host tensors (their device has no index), and this Triton on Hopper."""
     utils: Any = importlib.import_module("fla.utils")
     shared, count = utils.check_shared_mem, utils.get_multiprocessor_count
     utils.check_shared_mem = lambda arch="none", tensor_idx=0: shared(arch, tensor_idx or 0)
     utils.get_multiprocessor_count = lambda tensor_idx=0: count(tensor_idx or 0)
+    lift_hopper_refusal()
+
+
+def lift_hopper_refusal() -> None:
+    """Let `chunk_bwd_dqkwg` run on Hopper without TileLang, for measurements that do not look at results.
+
+    FLA raises there with Triton 3.4 to 3.7.0 (flash-linear-attention issue 640: wrong gradients with some tiles).
+    """
     importlib.import_module("fla.ops.common.chunk_o").IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
 
 
@@ -34,9 +38,12 @@ class Layer:
 
     Args:
         heads, value_heads: of keys and of values; width of both is 128.
+        device: `"cpu"` under the stand-in GPU.
     """
 
-    def __init__(self, heads: int = 2, value_heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, heads: int = 2, value_heads: int = 2, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+    ) -> None:
         from fla.modules import FusedRMSNormGated
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -45,20 +52,22 @@ class Layer:
         except ImportError:
             from fla.modules.conv import causal_conv1d
         self.rule, self.conv = chunk_gated_delta_rule, causal_conv1d
-        self.heads, self.value_heads, self.width, self.dtype = heads, value_heads, 128, dtype
+        self.heads, self.value_heads, self.width = heads, value_heads, 128
+        self.make: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.gate_make: dict[str, Any] = {"dtype": torch.float32, "device": device}
         self.channels = (2 * heads + value_heads) * self.width
-        self.weight = torch.randn(self.channels, 4, dtype=dtype).requires_grad_()
-        self.norm = FusedRMSNormGated(self.width).to(dtype)
+        self.weight = torch.randn(self.channels, 4, **self.make).requires_grad_()
+        self.norm = FusedRMSNormGated(self.width).to(**self.make)
 
     def step(self, total: int, offsets: torch.Tensor | None) -> None:
         """Forward and backward over `[1, total, channels]`."""
         keys = self.heads * self.width
-        x = torch.empty(1, total, self.channels, dtype=self.dtype).requires_grad_()
+        x = torch.empty(1, total, self.channels, **self.make).requires_grad_()
         y = self.conv(x=x, weight=self.weight, bias=None, activation="silu", cu_seqlens=offsets)
         y = y[0] if isinstance(y, tuple) else y
         q, k, v = y.split([keys, keys, self.value_heads * self.width], -1)
-        gate = torch.empty(1, total, self.value_heads, dtype=torch.float32).requires_grad_()
-        beta = torch.empty(1, total, self.value_heads, dtype=self.dtype).requires_grad_()
+        gate = torch.empty(1, total, self.value_heads, **self.gate_make).requires_grad_()
+        beta = torch.empty(1, total, self.value_heads, **self.make).requires_grad_()
         out, _ = self.rule(
             q.view(1, total, self.heads, -1),
             k.view(1, total, self.heads, -1),

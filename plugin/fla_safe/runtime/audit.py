@@ -18,8 +18,8 @@ AuditScope = Literal["off", "sections", "process"]
 FILE_EVENTS = frozenset(
     {
         "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink",
-        "os.chmod", "os.truncate", "os.posix_spawn", "os.exec", "os.fork", "subprocess.Popen", "ctypes.dlopen", "import",
-        "mmap.__new__",
+        "os.chmod", "os.truncate", "os.posix_spawn", "os.exec", "os.fork", "subprocess.Popen", "ctypes.dlopen",
+        "import", "mmap.__new__",
     }
 )  # fmt: skip
 """Audit events that touch a file system or start a program. `import` is announced only for modules not yet loaded."""

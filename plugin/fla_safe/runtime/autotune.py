@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from fla_safe.runtime.decisions import DecisionTable
 from fla_safe.runtime.guard import Guard, NoWorkingConfigError
-from fla_safe.runtime.keys import Decision, TuningKey, UnknownConfigError
 from fla_safe.runtime.kernels import Kernel
+from fla_safe.runtime.keys import Decision, Source, TuningKey, UnknownConfigError
 from fla_safe.runtime.seams import Seams
 
 __all__ = ["Judge", "Tuned", "Tuning"]
@@ -77,7 +77,7 @@ class Tuning:
         def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
             config = tuning.choose(tuner, args, kwargs)
             if config.pre_hook is not None:
-                config.pre_hook({**dict(zip(tuner.arg_names, args)), **kwargs, **config.all_kwargs()})
+                config.pre_hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
             return tuner.fn.run(*args, **kwargs, **config.all_kwargs())
 
         def warmup(tuner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class Tuning:
         """
         if len(tuner.configs) == 1:
             return tuner.configs[0]
-        named = dict(zip(tuner.arg_names, args))
+        named = dict(zip(tuner.arg_names, args, strict=False))
         for name in tuner.arg_names:
             if name in kwargs:
                 named[name] = kwargs[name]
@@ -186,7 +186,7 @@ class Tuning:
             private.pre_hook({**named, **kwargs, **config.all_kwargs()}, reset_only=True)
         if not getattr(config, "ir_override", None):
             median = times[winner] * 1000 if winner in times else None
-            source = "tuned" if times else "single"
+            source: Source = "tuned" if times else "single"
             self.table.put(key, Decision.from_config(config), median_us=median, source=source)
         _tell_listener(private, key, config, offered, times, seconds)
         if self.told is not None:
@@ -216,7 +216,7 @@ def _is(config: Any, decision: Decision) -> bool:
 def _private(tuner: Any, args: tuple[Any, ...]) -> Any:
     """A copy of an autotuner for one call, whose default hooks keep their saved tensors to themselves."""
     private = copy.copy(tuner)
-    private.nargs = dict(zip(tuner.arg_names, args))
+    private.nargs = dict(zip(tuner.arg_names, args, strict=False))
     saved: dict[str, Any] = {}
     users = tuner.pre_hook if tuner.user_defined_pre_hook else None
 

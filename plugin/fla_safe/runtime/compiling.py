@@ -91,7 +91,7 @@ def _general_form(jit: Any, signature: Any, constexprs: Any, attrs: Any) -> tupl
     types: list[Any] = []
     constants: list[tuple[int, str]] = []
     is_general = not any(attrs.values())
-    for i, (parameter, kind) in enumerate(zip(jit.params, signature.values())):
+    for i, (parameter, kind) in enumerate(zip(jit.params, signature.values(), strict=False)):
         value = constexprs.get((i,))
         if kind == "constexpr" and not parameter.is_constexpr and type(value) is int:
             kind, is_general = "i32", False  # Triton folds a run-time integer that equals 1 into the code

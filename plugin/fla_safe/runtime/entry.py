@@ -10,7 +10,7 @@ from typing import Any
 
 from fla_safe.runtime.kernels import Kernel
 from fla_safe.runtime.plans import GENERAL, Form, NeedsArguments, Plan
-from fla_safe.runtime.shapes import CallShape, Value
+from fla_safe.runtime.shapes import CallShape, Kind, Value
 
 __all__ = ["UNSET", "Entry", "generate"]
 
@@ -57,7 +57,7 @@ def generate(
     return space["_fs_launch"]  # type: ignore[no-any-return]
 
 
-_TOGETHER: tuple[set[str], ...] = (
+_TOGETHER: tuple[set[Kind], ...] = (
     {"none", "tensor"},
     {"none", "number", "absent"},
     {"constant", "absent"},
@@ -67,7 +67,7 @@ _TOGETHER: tuple[set[str], ...] = (
 
 
 def _source(
-    kernel: Kernel, kinds: list[set[str]], positional: int, options: list[str], form: Form, full_meta: bool
+    kernel: Kernel, kinds: list[set[Kind]], positional: int, options: list[str], form: Form, full_meta: bool
 ) -> str:
     """Text of the entry. Names of its own start with `@` here, so that no parameter of a kernel can shadow them."""
     names = [n for n, k in zip(kernel.parameters, kinds, strict=True) if k != {"absent"}]
@@ -152,7 +152,7 @@ _LAUNCH: dict[Form, str] = {
 
 
 def _namespace(
-    kernel: Kernel, plans: Mapping[CallShape, Plan], kinds: list[set[str]], options: list[str], form: Form
+    kernel: Kernel, plans: Mapping[CallShape, Plan], kinds: list[set[Kind]], options: list[str], form: Form
 ) -> dict[str, Any]:
     """Names that the generated code reads: the tables of variants, the device, the hooks to watch."""
     from triton import knobs
@@ -190,7 +190,7 @@ def _namespace(
     }
 
 
-def _key(shape: CallShape, kinds: list[set[str]], options: Collection[str]) -> tuple[Any, ...]:
+def _key(shape: CallShape, kinds: list[set[Kind]], options: Collection[str]) -> tuple[Any, ...]:
     """The tuple that generated code computes for a call of this class."""
     key: list[Any] = [shape.device]
     for value, kind in zip(shape.values, kinds, strict=True):

@@ -59,7 +59,7 @@ class Guard:
             raise LateTuneError(
                 f"{kernel} was called after the freeze with a key that has no decision: {key}",
                 "only keys that the warm-up saw or the decision table holds",
-                "add a call with these dtypes and shapes to the warm-up, give a table that covers it, or use guard=warn",
+                "add a call with these dtypes and shapes to the warm-up, or use guard=warn",
             )
         self._say(f"{key} has no decision; {answer}")
 
@@ -75,7 +75,7 @@ class Guard:
             raise LateCompileError(
                 f"{kernel} needs a binary after the freeze that does not exist: {signature}",
                 "only dtypes, None patterns and constants that the warm-up saw, on devices that were planned",
-                "add a call with these arguments to the warm-up, name the device in freeze(devices=...), or use guard=warn",
+                "add a call with these arguments to the warm-up, name its device in freeze, or use guard=warn",
             )
         self._say(f"{kernel} is compiled after the freeze for {signature}")
 

@@ -56,8 +56,8 @@ class Launching:
         self._lock = threading.RLock()
 
     def install(self, seams: Seams) -> None:
-        """Exchange `KernelInterface.__getitem__`."""
-        from triton.runtime.jit import KernelInterface
+        """Exchange `KernelInterface.__getitem__`, and shorten what grid functions call."""
+        from triton.runtime.jit import ConstexprFunction, KernelInterface
 
         owner = self
 
@@ -71,13 +71,25 @@ class Launching:
         seams.replace(KernelInterface, "__getitem__", __getitem__)
         seams.on_restore(self.thaw)
 
+        def on_host(function: Any, *args: Any, **kwargs: Any) -> Any:
+            # `triton.cdiv` in a grid function: most of a launch's host time would be unwrapping its plain integers.
+            if not kwargs:
+                for argument in args:
+                    if type(argument) is not int:
+                        break
+                else:
+                    return function.fn(*args)
+            return stock_call(function, *args, **kwargs)
+
+        stock_call = seams.replace(ConstexprFunction, "__call__", on_host)
+
     def call(self, outer: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel the way Triton does, with dead constants pinned, and note the class of the call."""
         site = self._site(outer)
         if site is None:
             return outer.run(*args, grid=grid, warmup=False, **kwargs)
         kernel = site.kernel
-        named = dict(zip(kernel.parameters, args)) | kwargs
+        named = dict(zip(kernel.parameters, args, strict=False)) | kwargs
         # Described before it runs: a kernel may be called with tensors that it frees or a hook that moves them.
         described = describe_call(kernel, named, _current_device()) if site.indirect is None else None
         args, kwargs, grid = _pin(kernel, args, kwargs, grid)
@@ -179,7 +191,7 @@ def _pin(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], grid: An
     """Give dead constexprs their one value; grid functions still see the caller's."""
     if not kernel.dead:
         return args, kwargs, grid
-    named = dict(zip(kernel.parameters, args)) | kwargs
+    named = dict(zip(kernel.parameters, args, strict=False)) | kwargs
     given = {name: named[name] for name in kernel.dead if name in named}
     if not given:
         return args, kwargs, grid

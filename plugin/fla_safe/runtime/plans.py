@@ -9,7 +9,7 @@ from fla_safe.runtime.shapes import CallShape
 __all__ = ["GENERAL", "Form", "Meta", "NeedsArguments", "Plan", "Variant", "build", "form_of", "variant_of"]
 
 Form = Literal["flat", "tuple", "call"]
-"""How the C launcher takes arguments: one by one (Triton up to 3.6), as one tuple (3.7 and later), or through Python."""
+"""How the C launcher takes arguments: one by one (Triton up to 3.6), in a tuple (3.7 and later), or through Python."""
 
 GENERAL = -1
 """Mask under which a plan keeps the binary that assumes no alignment."""

@@ -89,7 +89,9 @@ class CallShape:
 
 
 def describe_call(kernel: Kernel, named: Mapping[str, Any], device: int) -> tuple[CallShape, int] | None:
-    """Class of a call and the mask of its misaligned parameters (bit i for parameter i); None when an argument is of a kind not planned for.
+    """Class of a call and the mask of its misaligned parameters (bit i for parameter i).
+
+    None when an argument is of a kind that is not planned for.
 
     Args:
         named: the call's arguments by name, options included, before heuristics and config add theirs.
