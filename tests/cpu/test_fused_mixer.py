@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,21 +16,24 @@ if INTERPRETED:
     from fla_safe.cpu import interpreter
 
     interpreter.activate()
+    from fused_interpreter import quicken
     from gdn_cases import PACKS, mixer_parameters, pack
 
-    from fla_safe.gdn import calls
+    from fla_safe.gdn import calls, fused_launch
     from fla_safe.gdn.backends import resolve
     from fla_safe.gdn.fused import FusedError, FusedMixer
     from fla_safe.gdn.layout import ProjectionLayout
     from fla_safe.gdn.mixer import composed_mixer
     from fla_safe.gdn.segments import PackedSegments
     from fla_safe.gdn.torch_chunk import torch_chunk_gated_delta_rule
+
+    quicken()
 else:
     PACKS = {}
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_under_the_interpreter starts")
 
-SMALL = ("interleaved", 2, 4, 8, 8)
+SMALL = ("interleaved", 1, 2, 8, 8)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process with the interpreter")
@@ -65,10 +69,13 @@ def both(
     keep_inputs: bool = False,
     bias: bool = True,
     kernel: Any = None,
-    poison_tail: bool = True,
+    tokens: int = 256,
     **options: Any,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Output and gradients of the fused mixer, and of the composed one in float64, on the same random input."""
+    """Output and gradients of the fused mixer, and of the composed one in float64, on the same random input.
+
+    `tokens`: rows of a program; many make the interpreter fast, few give programs whose rows all lie in one segment.
+    """
     layout = ProjectionLayout(*heads)
     draw = torch.Generator().manual_seed(rows)
     proj = torch.randn(rows, batch, layout.proj_dim, generator=draw, dtype=torch.float64).to(dtype)
@@ -77,7 +84,7 @@ def both(
     parameters["conv_weight"] = parameters["conv_weight"].detach()[..., :window].contiguous()
     if not bias:
         parameters["conv_bias"] = None
-    if segments is not None and poison_tail:
+    if segments is not None:
         proj[segments.used :] = float("nan")
         dout[segments.used :] = float("nan")
     results = []
@@ -92,13 +99,15 @@ def both(
         if wide:
             out = composed_mixer(kernel=resolve("torch", "cpu"), **arguments)
         else:
-            out = FusedMixer(kernel or TorchKernel(), keep_inputs)(**arguments)
-        grads = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
+            with mock.patch.multiple(fused_launch, _IN_TOKENS=tokens, _GRAD_TOKENS=tokens):
+                out = FusedMixer(kernel or TorchKernel(), keep_inputs)(**arguments)
+        with mock.patch.multiple(fused_launch, _IN_TOKENS=tokens, _GRAD_TOKENS=tokens):
+            grads = torch.autograd.grad(out, list(leaves.values()), dout.to(out.dtype))
         results.append({"out": out.detach(), **dict(zip(leaves, grads, strict=True))})
     return results[0], results[1]
 
 
-def assert_close(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor], tolerance: float = 3e-5) -> None:
+def assert_close(ours: dict[str, torch.Tensor], oracle: dict[str, torch.Tensor], tolerance: float = 1e-4) -> None:
     for name, expected in oracle.items():
         assert ours[name].shape == expected.shape, name
         error = (ours[name].double() - expected).norm() / expected.norm().clamp(min=1e-3)
@@ -118,9 +127,24 @@ def test_packs_match_the_oracle(name: str) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 131, 144], ids=lambda rows: f"T={rows}")
+@pytest.mark.parametrize("rows", [1, 3, 63, 64, 65], ids=lambda rows: f"T={rows}")
 def test_unpacked_rows_match_the_oracle(rows: int) -> None:
     assert_close(*both(SMALL, rows))
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("offsets", [None, [0, 105], [0, 1, 104]], ids=["unpacked", "one-segment", "two-and-a-tail"])
+def test_programs_inside_a_segment_match_the_oracle(offsets: list[int] | None) -> None:
+    segments = None if offsets is None else PackedSegments.prepare(torch.tensor(offsets), 105)
+    assert_close(*both(SMALL, 105, segments=segments, tokens=32))
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_memory")
+def test_the_launch_configuration_in_use_matches_the_oracle() -> None:
+    segments = PackedSegments.prepare(torch.tensor([0, 129]), 131)
+    assert_close(*both(SMALL, 131, segments=segments, tokens=fused_launch._GRAD_TOKENS))
 
 
 @interpreted
@@ -128,7 +152,8 @@ def test_unpacked_rows_match_the_oracle(rows: int) -> None:
 @pytest.mark.parametrize(
     "heads",
     [
-        pytest.param(("sectioned", 2, 4, 8, 8), id="sectioned"),
+        pytest.param(("interleaved", 2, 4, 8, 8), id="interleaved-r2"),
+        pytest.param(("sectioned", 2, 4, 8, 8), id="sectioned-r2"),
         pytest.param(("sectioned", 1, 1, 8, 4), id="sectioned-r1-K>V"),
         pytest.param(("interleaved", 1, 3, 4, 12), id="interleaved-r3-K<V-no-power-of-two"),
         pytest.param(("interleaved", 1, 4, 6, 16), id="interleaved-r4"),
@@ -136,7 +161,7 @@ def test_unpacked_rows_match_the_oracle(rows: int) -> None:
     ],
 )
 def test_every_layout_and_batch_matches_the_oracle(heads: tuple[str, int, int, int, int]) -> None:
-    assert_close(*both(heads, 70, batch=2))
+    assert_close(*both(heads, 37, batch=2, tokens=32))
 
 
 @interpreted
@@ -152,8 +177,8 @@ def test_every_layout_and_batch_matches_the_oracle(heads: tuple[str, int, int, i
     ],
 )
 def test_every_option_matches_the_oracle(options: dict[str, Any]) -> None:
-    segments = PackedSegments.prepare(torch.tensor([0, 5, 7, 150, 151]), 152)
-    assert_close(*both(SMALL, 152, segments=segments, **options))
+    segments = PackedSegments.prepare(torch.tensor([0, 5, 7, 50, 51]), 52)
+    assert_close(*both(SMALL, 52, segments=segments, **options))
 
 
 @interpreted
@@ -179,7 +204,9 @@ def test_a_segment_of_nans_does_not_reach_its_neighbours() -> None:
         grad = torch.autograd.grad(out, proj, torch.ones_like(out))[0]
         results.append((out.detach(), grad))
     assert results[1][0][70:75].isnan().all()
-    for (clean, dirty), part in ((pair, s) for pair in zip(*results, strict=True) for s in (slice(0, 70), slice(75, 140))):
+    for (clean, dirty), part in (
+        (pair, s) for pair in zip(*results, strict=True) for s in (slice(0, 70), slice(75, 140))
+    ):
         assert torch.equal(clean[part], dirty[part])
 
 

@@ -90,8 +90,16 @@ def resolve(
     *,
     layout: ProjectionLayout | None = None,
     dtype: torch.dtype | None = None,
+    fused: bool | None = None,
 ) -> Backend:
     """The named kernel, ready to call. Call it once, when the layer is built.
+
+    Args:
+        name: one of `NAMES`.
+        device: of the activations.
+        layout, dtype: heads and activations that it will meet, if known.
+        fused: whether `Backend.mixer` is the fused one of `gdn.fused`, for kernels that have it. Default: on CUDA;
+            under Triton's interpreter it is right but slow.
 
     Raises:
         BackendError: it cannot run here; nothing else is chosen in its place.
@@ -102,5 +110,11 @@ def resolve(
             f"kernel {name!r} asked for, but {reason}", "a kernel that this machine can run", "use --gdn_impl torch"
         )
     if name == "fla":
-        return Backend("fla", fla_chunk.load().version, fla_chunk.fla_chunk_gated_delta_rule)
+        kernel = fla_chunk.load()
+        mixer = None
+        if torch.device(device).type == "cuda" if fused is None else fused:
+            from fla_safe.gdn.fused import FusedMixer  # Triton, which a machine without these kernels may lack
+
+            mixer = FusedMixer(kernel)
+        return Backend("fla", kernel.version, fla_chunk.fla_chunk_gated_delta_rule, mixer)
     return Backend("torch", torch.__version__, torch_chunk_gated_delta_rule)

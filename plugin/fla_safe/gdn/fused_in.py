@@ -60,7 +60,7 @@ def _head(
     MASKED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """One head's columns of `CHAINS * LENGTH` tokens; a chain walks its tokens with the last three rows in registers."""
+    """One head's columns of `CHAINS * LENGTH` tokens; a chain walks its own, the last three rows in registers."""
     cols = tl.arange(0, BD)
     w0 = tap(weight, 0, D, BD, W)
     w1 = tap(weight, 1, D, BD, W)

@@ -328,7 +328,7 @@ def mixer_in_backward(
     """Grid (2 H + HV + 1 slots, blocks of `TOKENS` rows, batch), as `mixer_in_forward`.
 
     `dq`, `dk`, `dk2` `[BATCH, total, H * GROUP, K]`: heads of a group, and `dk2` if `SECOND_K`, are summed here; `dg`
-    and `dg2` likewise. Writes every column of `dproj` `[total, BATCH, P]` but those of z, and one row of `sums` a block:
+    and `dg2` likewise. Writes every column of `dproj` `[total, BATCH, P]` but those of z, and a row of `sums` a block:
     `[W + HAS_BIAS, C]` for the convolution, then `[2, HV]` for A_log and dt_bias.
     """
     P: tl.constexpr = 2 * H * K + 2 * HV * V + 2 * HV

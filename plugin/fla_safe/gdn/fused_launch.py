@@ -138,6 +138,10 @@ def _in_options(shape: MixerShape, tokens: int) -> dict[str, Any]:
     }
 
 
+def _blocks(rows: int, size: int) -> int:
+    return -(-rows // size)  # `triton.cdiv` costs several microseconds on the host
+
+
 def _chains(block: int, tokens: int) -> int:
     # Four columns a thread: 8-byte accesses, the widest that mcore-bridge's layout aligns for every head.
     return max(1, min(_WARPS * 128 // block, tokens // 8))
@@ -155,7 +159,7 @@ def _out_options(shape: MixerShape) -> dict[str, Any]:
 
 def _in_grid(shape: MixerShape, total: int, tokens: int) -> tuple[int, int, int]:
     layout = shape.layout
-    return 2 * layout.key_heads + layout.value_heads + 1, triton.cdiv(total, tokens), shape.batch
+    return 2 * layout.key_heads + layout.value_heads + 1, _blocks(total, tokens), shape.batch
 
 
 def _row_starts(segments: PackedSegments | None, otherwise: torch.Tensor) -> torch.Tensor:
@@ -192,7 +196,7 @@ def run_out(
     """Gated norm of `o` `[B, T, HV, V]` by the gate in `proj`: `[T, B, HV * V]`. One launch."""
     total, batch = proj.shape[0], proj.shape[1]
     out = torch.empty((total, batch, shape.layout.value_width), dtype=proj.dtype, device=proj.device)
-    mixer_out_forward[(triton.cdiv(total * shape.layout.value_heads, _OUT_ROWS), batch)](
+    mixer_out_forward[(_blocks(total * shape.layout.value_heads, _OUT_ROWS), batch)](
         o, proj, norm_weight, out, total, total if segments is None else segments.used, **_out_options(shape)
     )
     return out
@@ -207,9 +211,9 @@ def grad_out(
     shape: MixerShape,
     segments: PackedSegments | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of `o`, and per-block sums `[*, V]` of the norm weight's; that of z goes into `dproj`. One launch."""
+    """The gradient of `o`, and per-block sums `[*, V]` of the norm weight's; z's goes into `dproj`. One launch."""
     total, batch, layout = proj.shape[0], proj.shape[1], shape.layout
-    blocks = triton.cdiv(total * layout.value_heads, _OUT_ROWS * _GRAD_OUT_STEPS)
+    blocks = _blocks(total * layout.value_heads, _OUT_ROWS * _GRAD_OUT_STEPS)
     do = torch.empty_like(o)
     sums = torch.empty((blocks * batch, layout.value_dim), dtype=torch.float32, device=proj.device)
     used = total if segments is None else segments.used
@@ -271,7 +275,7 @@ def total_sums(
     )
     dnorm_weight = torch.empty_like(norm_weight)
     rows, cols, norm_rows, norm_cols = 64, 64, 512, 8
-    grid = (triton.cdiv(layout.value_dim, norm_cols) + triton.cdiv(in_sums.shape[1], cols),)
+    grid = (_blocks(layout.value_dim, norm_cols) + _blocks(in_sums.shape[1], cols),)
     add_sums[grid](
         in_sums,
         out_sums,

@@ -22,7 +22,7 @@ def _locate(
     BV: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Offsets `[rows, BV]` of (token, head) pairs `n` = t * HV + head in `o`, in the output and of z in the projection."""
+    """Offsets `[rows, BV]` of (token, head) pairs `n` = t * HV + head in `o`, in the output, and of z in `proj`."""
     P: tl.constexpr = 2 * H * K + 2 * HV * V + 2 * HV
     cols = tl.arange(0, BV)[None, :]
     head = n % HV

@@ -1,5 +1,7 @@
 """The token mixer of a gated delta net: everything between its input projection and its output projection."""
 
+from typing import Final
+
 import torch
 
 from fla_safe.gdn.backends import Backend
@@ -7,7 +9,10 @@ from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.ops import causal_conv1d, check_rows, gated_norm, gates, l2norm
 from fla_safe.gdn.segments import PackedSegments, zero_tail
 
-__all__ = ["composed_mixer", "mixer"]
+__all__ = ["FUSED_WINDOW", "composed_mixer", "mixer"]
+
+FUSED_WINDOW: Final = 4
+"""Longest convolution of the fused mixer; a longer one is composed of the functions of `gdn.ops`."""
 
 
 def mixer(
@@ -48,7 +53,7 @@ def mixer(
         LayoutError: `proj` has another width than the layout.
     """
     run = kernel.mixer
-    if run is None:
+    if run is None or conv_weight.shape[-1] > FUSED_WINDOW:
         return composed_mixer(
             proj,
             layout=layout,
