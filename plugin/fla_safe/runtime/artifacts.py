@@ -34,7 +34,7 @@ from fla_safe.runtime.groups import (
 )
 from fla_safe.runtime.roots import ArtifactError, ArtifactSpaceError, private_directory
 
-__all__ = ["ArtifactStore", "StoreCounts"]
+__all__ = ["ArtifactStore", "StoreCounts", "is_text_stage", "read_groups"]
 
 log = logging.getLogger("fla_safe")
 
@@ -354,3 +354,19 @@ def _full(place: Path, error: OSError) -> ArtifactSpaceError:
 
 def _escape(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def read_groups(directory: Path, triton: str) -> Iterator[tuple[GroupRecord, dict[str, bytes]]]:
+    """Whole groups of a store, without changing anything in it: it may belong to a living job. Others are left out."""
+    for entry in sorted((directory / "entries").iterdir()):
+        if not is_entry_key(entry.name):
+            continue
+        try:
+            record = check_group(entry, entry.name, None, triton)
+            if record is not None:
+                contents = {file: (entry / file).read_bytes() for file, _ in record.files}
+                for file, seal in record.files:
+                    seal.require(contents[file], file)
+                yield record, contents
+        except (OSError, DamageError) as error:
+            log.warning("fla-safe: artifact %s is left out: %s", entry.name, error)

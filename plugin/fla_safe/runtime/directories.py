@@ -28,7 +28,7 @@ from fla_safe.runtime.roots import (
     require_own_directory,
 )
 
-__all__ = ["JobIdentity", "RankDirectory", "remove_stale"]
+__all__ = ["JobIdentity", "RankDirectory", "find_stale", "remove_stale"]
 
 _STAGING_SECONDS = 3600.0
 _JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "JOB_ID", "TORCHELASTIC_RUN_ID")
@@ -174,6 +174,21 @@ def remove_stale(root: Path, *, keep_job: str) -> tuple[Path, ...]:
                         removed.append(rank)
                 job.rmdir()
     return tuple(removed)
+
+
+def find_stale(root: Path) -> tuple[Path, ...]:
+    """Directories that `remove_stale` would remove, without touching them."""
+    user = root / f"fla-safe-{os.geteuid()}"
+    found: list[Path] = []
+    with suppress(OSError, UnsafeDirectoryError):
+        for job in sorted(require_own_directory(user).iterdir()):
+            for rank in sorted(job.iterdir()) if not job.name.startswith(".") and job.is_dir() else ():
+                with suppress(OSError):
+                    lock = _lock(rank / "lock")
+                    if lock is not None:
+                        os.close(lock)
+                        found.append(rank)
+    return tuple(found)
 
 
 def _discard_dead(user: Path, path: Path) -> bool:

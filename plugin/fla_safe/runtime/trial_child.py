@@ -1,7 +1,7 @@
 """The process in which configs are tried: whatever one of them kills, it is not the job.
 
-Started by `winners.elect` as `python -m fla_safe.runtime.trial_child READ WRITE` (two inherited descriptors, one JSON object a
-line each way). The first line names the factory; every later one asks for a time or an examination of one decision.
+Started by `winners.elect` as `python -m fla_safe.runtime.trial_child READ WRITE`, with two inherited descriptors that
+carry one JSON object a line. The first line names the factory; every later one asks for a time or an examination.
 """
 
 import contextlib

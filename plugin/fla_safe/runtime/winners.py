@@ -3,7 +3,7 @@
 Two ways in. `elect` tries configs in a child process, so one that kills the CUDA context, crashes or hangs costs that
 process and nothing else; `RepeatCheck` checks inside the job, on the arguments of the call that is being tuned.
 
-Why: more than once a config that upstream offered was wrong or not reproducible on some GPU (fla issues 640, 984, 1228).
+Why: more than once a config that upstream offered was wrong or irreproducible on some GPU (fla issues 640, 984, 1228).
 """
 
 import json
