@@ -76,10 +76,10 @@ def pack(
     cache: Annotated[Path | None, typer.Option(help="A rank's artifact directory, or an unpacked bundle.")] = None,
 ) -> None:
     """Write a bundle from a decision table and, if given, the compiled kernels of a rank's directory."""
-    from fla_safe.runtime.artifacts import read_groups
     from fla_safe.runtime.bundle import BundleError
     from fla_safe.runtime.bundle import pack as write
     from fla_safe.runtime.decisions import DecisionTable
+    from fla_safe.runtime.groups import read_groups
 
     with named_errors():
         decisions = DecisionTable.load(table)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
-from fla_safe.runtime import artifacts, triton_cache  # noqa: E402
+from fla_safe.runtime import artifacts, spill, triton_cache  # noqa: E402
 from fla_safe.runtime.artifacts import ArtifactStore  # noqa: E402
 from fla_safe.runtime.groups import RECORD, DamageError, FileSeal, GroupRecord, check_group  # noqa: E402
 from fla_safe.runtime.roots import ArtifactSpaceError  # noqa: E402
@@ -223,14 +223,14 @@ def test_compiled_launchers_are_checked_too(store):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=["disk full", "quota", "read-only"])
 def test_no_room_means_unsaved_but_compiled(code, store, monkeypatch, caplog):
-    real = artifacts._write
+    real = artifacts.write_new
 
     def write(path, data):
         if store.directory in path.parents and path.name.endswith(".cubin"):
             raise OSError(code, os.strerror(code))
         return real(path, data)
 
-    monkeypatch.setattr(artifacts, "_write", write)
+    monkeypatch.setattr(artifacts, "write_new", write)
     assert compile_in(store).metadata.name == "add_kernel"
     assert list(store.groups()) == []
     assert store.counts.written == 0
@@ -243,7 +243,8 @@ def test_no_room_anywhere_is_a_named_error(store, monkeypatch):
     def write(path, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(artifacts, "_write", write)
+    monkeypatch.setattr(artifacts, "write_new", write)
+    monkeypatch.setattr(spill, "write_new", write)
     with pytest.raises(ArtifactSpaceError, match="No space left"):
         compile_in(store)
     assert list(store.groups()) == []

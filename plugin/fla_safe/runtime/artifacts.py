@@ -14,7 +14,6 @@ import errno
 import logging
 import os
 import shutil
-import tempfile
 import threading
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,15 +32,13 @@ from fla_safe.runtime.groups import (
     is_file_name,
 )
 from fla_safe.runtime.roots import ArtifactError, ArtifactSpaceError, private_directory
+from fla_safe.runtime.spill import NO_ROOM, Spill, write_new
 
-__all__ = ["ArtifactStore", "StoreCounts", "is_text_stage", "read_groups"]
+__all__ = ["ArtifactStore", "StoreCounts"]
 
 log = logging.getLogger("fla_safe")
 
 _QUARANTINE_COPIES = 32
-# Errors of a full, read-only, quota-limited or failing file system; anything else is a defect and is raised as it is.
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR}
-_TEXT_SUFFIXES = (".source", ".ttir", ".ttgir", ".llir", ".ptx", ".amdgcn", ".glir")
 
 
 @dataclass(slots=True)
@@ -73,8 +70,7 @@ class ArtifactStore:
         self.directory = directory
         self.triton = triton
         self.counts = StoreCounts()
-        self._spill_root = spill
-        self._spill: Path | None = None
+        self._spill = Spill(directory, spill)
         self._lock = threading.Lock()
         self._entries = directory / "entries"
         self._modules = directory / "modules"
@@ -164,9 +160,9 @@ class ArtifactStore:
         try:
             place = self._staging / writer
             place.mkdir(mode=0o700, exist_ok=True)
-            return _write(place / name, data)
+            return write_new(place / name, data)
         except OSError as error:
-            return _write_or_raise(self._spill_place(error) / f"{uuid.uuid4().hex}-{name}", data)
+            return self._spill.write(name, data, error)
 
     def publish(self, writer: str, record: GroupRecord) -> bool:
         """Make a staged group visible, all at once. False when it could not be kept (it then lives in this process)."""
@@ -179,7 +175,7 @@ class ArtifactStore:
             (ready / RECORD).write_text(record.to_json())
             return self._rename_in(ready, record.key)
         except OSError as error:
-            if error.errno not in _NO_ROOM and error.errno not in (errno.EMLINK, errno.EXDEV):
+            if error.errno not in NO_ROOM and error.errno not in (errno.EMLINK, errno.EXDEV):
                 raise
             self._unsaved(record.key, error)
             return False
@@ -195,10 +191,10 @@ class ArtifactStore:
         target = self._modules / key / f"{FileSeal.of(data).sha256}-{name}"
         try:
             target.parent.mkdir(mode=0o700, exist_ok=True)
-            staged = _write(self._staging / uuid.uuid4().hex, data)
+            staged = write_new(self._staging / uuid.uuid4().hex, data)
             os.replace(staged, target)
         except OSError as error:
-            return _write_or_raise(self._spill_place(error) / f"{uuid.uuid4().hex}-{name}", data)
+            return self._spill.write(name, data, error)
         self.counts.written += 1
         return target
 
@@ -220,7 +216,7 @@ class ArtifactStore:
                 check_metadata(contents, record)
                 ready.mkdir(mode=0o700)
                 for file, _ in record.files:
-                    _write(ready / file, contents[file])
+                    write_new(ready / file, contents[file])
                 (ready / RECORD).write_text(record.to_json())
                 if self._rename_in(ready, record.key):
                     taken += 1
@@ -260,9 +256,7 @@ class ArtifactStore:
 
     def close(self) -> None:
         """Remove the spill directory, if there is one."""
-        if self._spill is not None:
-            shutil.rmtree(self._spill, ignore_errors=True)
-            self._spill = None
+        self._spill.remove()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -299,74 +293,11 @@ class ArtifactStore:
             where = f"copy in {target}"
         log.warning("fla-safe: damaged artifact %s: %s; compiling it again (%s)", key, reason, where)
 
-    def _spill_place(self, error: OSError) -> Path:
-        if error.errno not in _NO_ROOM:
-            raise error
-        with self._lock:
-            if self._spill is None:
-                try:
-                    self._spill = Path(tempfile.mkdtemp(prefix="fla-safe-spill-", dir=self._spill_root))
-                except OSError:
-                    raise _full(self.directory, error) from error
-                log.warning(
-                    "fla-safe: %s takes no more files (%s); kernels compiled from now on are not kept",
-                    self.directory,
-                    error.strerror,
-                )
-            return self._spill
-
     def _unsaved(self, key: str, error: OSError) -> None:
         self.counts.unsaved += 1
         if self.counts.unsaved == 1:
             log.warning("fla-safe: artifact %s is not kept (%s); later ones may not be either", key, error.strerror)
 
 
-def is_text_stage(name: str) -> bool:
-    """Whether a file is one of the compiler's intermediate texts, which no launch needs."""
-    return name.endswith(_TEXT_SUFFIXES)
-
-
-def _write(path: Path, data: bytes) -> Path:
-    """Write a new file completely or not at all."""
-    try:
-        path.write_bytes(data)
-    except OSError:
-        with suppress(OSError):
-            path.unlink()
-        raise
-    return path
-
-
-def _write_or_raise(path: Path, data: bytes) -> Path:
-    try:
-        return _write(path, data)
-    except OSError as error:
-        raise _full(path.parent, error) from error
-
-
-def _full(place: Path, error: OSError) -> ArtifactSpaceError:
-    return ArtifactSpaceError(
-        f"{place} cannot hold a compiled kernel ({error.strerror}), and neither can the temporary directory",
-        "some free space in one of them",
-        "free space, raise the quota, or name another place with --gdn_cache_root",
-    )
-
-
 def _escape(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def read_groups(directory: Path, triton: str) -> Iterator[tuple[GroupRecord, dict[str, bytes]]]:
-    """Whole groups of a store, without changing anything in it: it may belong to a living job. Others are left out."""
-    for entry in sorted((directory / "entries").iterdir()):
-        if not is_entry_key(entry.name):
-            continue
-        try:
-            record = check_group(entry, entry.name, None, triton)
-            if record is not None:
-                contents = {file: (entry / file).read_bytes() for file, _ in record.files}
-                for file, seal in record.files:
-                    seal.require(contents[file], file)
-                yield record, contents
-        except (OSError, DamageError) as error:
-            log.warning("fla-safe: artifact %s is left out: %s", entry.name, error)

@@ -9,19 +9,35 @@ import base64
 import binascii
 import hashlib
 import json
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from fla_safe.runtime.table_json import strict_json
 
-__all__ = ["RECORD", "DamageError", "FileSeal", "GroupRecord", "check_group", "is_entry_key", "is_file_name"]
+__all__ = [
+    "RECORD",
+    "DamageError",
+    "FileSeal",
+    "GroupRecord",
+    "check_group",
+    "check_metadata",
+    "is_entry_key",
+    "is_file_name",
+    "is_text_stage",
+    "read_groups",
+]
+
+log = logging.getLogger("fla_safe")
+
 
 RECORD = "fla_safe.group.json"
 SCHEMA = "fla-safe/group/1"
 MAX_FILE_BYTES = 256 * 2**20
 
+_TEXT_SUFFIXES = (".source", ".ttir", ".ttgir", ".llir", ".ptx", ".amdgcn", ".glir")
 _KEY = re.compile(r"[A-Z2-7]{52}")
 _SHA = re.compile(r"[0-9a-f]{64}")
 
@@ -111,6 +127,11 @@ def is_file_name(text: object) -> bool:
     )
 
 
+def is_text_stage(name: str) -> bool:
+    """Whether a file is one of the compiler's intermediate texts, which no launch needs."""
+    return name.endswith(_TEXT_SUFFIXES)
+
+
 def check_group(directory: Path, key: str, name: str | None, triton: str) -> GroupRecord | None:
     """Read and check every file of an entry; None when the entry has no such group.
 
@@ -164,6 +185,22 @@ def check_metadata(contents: Mapping[str, bytes], record: GroupRecord) -> None:
         raise DamageError(f"{record.name} has fields of the wrong type")
     if all(file.endswith(".json") for file in contents):
         raise DamageError("there is no binary")
+
+
+def read_groups(directory: Path, triton: str) -> Iterator[tuple[GroupRecord, dict[str, bytes]]]:
+    """Whole groups of a store, without changing anything in it: it may belong to a living job. Others are left out."""
+    for entry in sorted((directory / "entries").iterdir()):
+        if not is_entry_key(entry.name):
+            continue
+        try:
+            record = check_group(entry, entry.name, None, triton)
+            if record is not None:
+                contents = {file: (entry / file).read_bytes() for file, _ in record.files}
+                for file, seal in record.files:
+                    seal.require(contents[file], file)
+                yield record, contents
+        except (OSError, DamageError) as error:
+            log.warning("fla-safe: artifact %s is left out: %s", entry.name, error)
 
 
 def _hex(key: str) -> str:
