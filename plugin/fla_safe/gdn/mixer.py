@@ -1,5 +1,6 @@
 """The token mixer of a gated delta net: everything between its input projection and its output projection."""
 
+from functools import partial
 from typing import Final
 
 import torch
@@ -52,23 +53,10 @@ def mixer(
         OffsetsError: `proj` is not the packed row that the segments describe.
         LayoutError: `proj` has another width than the layout.
     """
+    check_rows(proj, segments, rows=0, batch=1)
     run = kernel.mixer
     if run is None or conv_weight.shape[-1] > FUSED_WINDOW:
-        return composed_mixer(
-            proj,
-            layout=layout,
-            conv_weight=conv_weight,
-            conv_bias=conv_bias,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            norm_weight=norm_weight,
-            norm_eps=norm_eps,
-            segments=segments,
-            kernel=kernel,
-            use_qk_l2norm=use_qk_l2norm,
-            zero_centered_norm=zero_centered_norm,
-        )
-    check_rows(proj.transpose(0, 1), segments)
+        run = partial(composed_mixer, kernel=kernel)
     return run(
         proj,
         layout=layout,
@@ -100,8 +88,8 @@ def composed_mixer(
     zero_centered_norm: bool = False,
 ) -> torch.Tensor:
     """The same as `mixer`, always from the functions of `gdn.ops` around the kernel."""
+    check_rows(proj, segments, rows=0, batch=1)
     rows = proj.transpose(0, 1)
-    check_rows(rows, segments)
     # Cleared once, here: every later function then works on zeros in the tail, and none of them needs to know.
     qkv, z, b, a = layout.split(zero_tail(rows, segments, 1))
     q, k, v = layout.split_conv(causal_conv1d(qkv, conv_weight, conv_bias, segments=segments))

@@ -126,12 +126,19 @@ def gated_norm(
     return (normed * F.silu(z.to(dtype))).to(x.dtype)
 
 
-def check_rows(x: torch.Tensor, segments: PackedSegments | None) -> None:
-    """Raise `OffsetsError` unless `x` `[B, T, ...]` is the packed row that the segments describe."""
-    if segments is None or (x.shape[0] == 1 and x.shape[1] == segments.total and x.device == segments.device):
+def check_rows(x: torch.Tensor, segments: PackedSegments | None, *, rows: int = 1, batch: int = 0) -> None:
+    """Raise `OffsetsError` unless `x` is the packed row that the segments describe; any batch without segments.
+
+    Args:
+        x: activations.
+        rows, batch: which of its dimensions are these.
+    """
+    if segments is None:
+        return
+    if x.shape[batch] == 1 and x.shape[rows] == segments.total and x.device == segments.device:
         return
     raise OffsetsError(
-        f"activations of batch {x.shape[0]} and {x.shape[1]} rows on {x.device}",
+        f"activations of batch {x.shape[batch]} and {x.shape[rows]} rows on {x.device}",
         f"batch 1 and {segments.total} rows on {segments.device}, as the segments were prepared for",
         "prepare the segments for this micro-batch",
     )

@@ -79,12 +79,11 @@ def _rule(dealt: list[torch.Tensor], scale: float, active: tuple[int, ...]) -> t
     # Masked before the exponential: above the diagonal it may overflow, and infinity has no usable gradient.
     decay = (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
     scores = (q @ k.mT) * decay
-    system = torch.eye(C, dtype=q.dtype, device=q.device) + (beta * (k @ k.mT) * decay).tril(-1)
     from_start, to_end = G.exp().unsqueeze(-1), (G[..., -1:] - G).exp().unsqueeze(-1)
     known = torch.cat([beta * v, beta * from_start * k], dim=-1)
-    u, w = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).split(
-        [v.shape[-1], k.shape[-1]], dim=-1
-    )
+    # `unitriangular` reads ones on the diagonal, so the matrix to invert is I + tril(beta k k^T decay, -1).
+    solved = torch.linalg.solve_triangular(beta * (k @ k.mT) * decay, known, upper=False, unitriangular=True)
+    u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     keys, whole = (k * to_end).mT, G[..., -1].exp()[..., None, None]
 
     state = q.new_zeros(active[0], H, r, k.shape[-1], v.shape[-1])
