@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
+from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fla_safe.gdn import backends
@@ -132,16 +133,15 @@ class Bench:
         return found
 
     def step(self, way: Callable[[torch.Tensor], torch.Tensor], scope: str) -> Callable[[], object]:
-        """Forward and backward of "mixer", of "layer", or of the mixer after a pass without gradients ("recompute")."""
+        """Forward and backward of "mixer", of "layer", or of the mixer with activation recomputation ("recompute")."""
         leaves = list(self.parameters.values())
 
         def run_mixer() -> object:
             return torch.autograd.grad(way(self.proj), [self.proj, *leaves], self.dout)
 
         def recompute() -> object:
-            with torch.no_grad():
-                way(self.proj)
-            return run_mixer()
+            out = checkpoint(way, self.proj, use_reentrant=False, preserve_rng_state=False)
+            return torch.autograd.grad(out, [self.proj, *leaves], self.dout)
 
         def layer() -> object:
             out = F.linear(way(F.linear(self.hidden, self.in_weight)), self.out_weight)

@@ -57,7 +57,7 @@ def both(
     dtype: torch.dtype = torch.float32,
     window: int = 4,
     bias: bool = True,
-    keep_inputs: bool = False,
+    keep_inputs: bool | None = None,
     kernel: Any = None,
     tokens: int | None = None,
     **options: Any,

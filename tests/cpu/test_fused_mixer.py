@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton decides when a kernel is defined; a process that already compiles kernels cannot change its mind."""
@@ -18,8 +20,9 @@ if INTERPRETED:
     from fused_interpreter import quicken
     from gdn_cases import PACKS, pack
 
-    from fla_safe.gdn import calls
+    from fla_safe.gdn import calls, fused
     from fla_safe.gdn.fused import FusedError, FusedMixer
+    from fla_safe.gdn.fused_launch import KernelGrads, run_in
     from fla_safe.gdn.layout import ProjectionLayout
     from fla_safe.gdn.segments import PackedSegments
     from fused_cases import TorchKernel, assert_close, both, parameters
@@ -61,7 +64,7 @@ def test_unpacked_rows_match_the_oracle(rows: int) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("offsets", [None, [0, 105], [0, 1, 104]], ids=["unpacked", "one-segment", "two-and-a-tail"])
+@pytest.mark.parametrize("offsets", [None, [0, 1, 104]], ids=["unpacked", "packed"])
 def test_programs_inside_a_segment_match_the_oracle(offsets: list[int] | None) -> None:
     segments = None if offsets is None else PackedSegments.prepare(torch.tensor(offsets), 105)
     assert_close(*both(SMALL, 105, segments=segments, tokens=32))
@@ -88,7 +91,7 @@ def test_the_launch_configuration_in_use_matches_the_oracle() -> None:
     ],
 )
 def test_every_layout_and_batch_matches_the_oracle(heads: tuple[str, int, int, int, int]) -> None:
-    assert_close(*both(heads, 37, batch=2, tokens=32))
+    assert_close(*both(heads, 11, batch=2, tokens=32))
 
 
 @interpreted
@@ -104,8 +107,8 @@ def test_every_layout_and_batch_matches_the_oracle(heads: tuple[str, int, int, i
     ],
 )
 def test_every_option_matches_the_oracle(options: dict[str, Any]) -> None:
-    segments = PackedSegments.prepare(torch.tensor([0, 5, 7, 50, 51]), 52)
-    assert_close(*both(SMALL, 52, segments=segments, tokens=256, **options))
+    segments = PackedSegments.prepare(torch.tensor([0, 5, 7, 12, 13]), 14)
+    assert_close(*both(SMALL, 14, segments=segments, tokens=256, **options))
 
 
 @interpreted
@@ -118,23 +121,67 @@ def test_bfloat16_stays_within_rounding() -> None:
 @interpreted
 @pytest.mark.usefixtures("poisoned_memory")
 def test_a_segment_of_nans_does_not_reach_its_neighbours() -> None:
-    segments = PackedSegments.prepare(torch.tensor([0, 70, 75, 140]), 140)
+    segments = PackedSegments.prepare(torch.tensor([0, 20, 25, 45]), 45)
     layout = ProjectionLayout(*SMALL)
     weights = {name: x.float() for name, x in parameters(layout).items()}
     results = []
     for poison in (0.5, float("nan")):
-        proj = torch.randn(140, 1, layout.proj_dim, generator=torch.Generator().manual_seed(0))
-        proj[70:75] = poison
+        proj = torch.randn(45, 1, layout.proj_dim, generator=torch.Generator().manual_seed(0))
+        proj[20:25] = poison
         proj.requires_grad_()
         mixer = FusedMixer(TorchKernel())
         out = mixer(proj, layout=layout, norm_eps=1e-5, segments=segments, **weights)
         grad = torch.autograd.grad(out, proj, torch.ones_like(out))[0]
         results.append((out.detach(), grad))
-    assert results[1][0][70:75].isnan().all()
+    assert results[1][0][20:25].isnan().all()
     for (clean, dirty), part in (
-        (pair, s) for pair in zip(*results, strict=True) for s in (slice(0, 70), slice(75, 140))
+        (pair, s) for pair in zip(*results, strict=True) for s in (slice(0, 20), slice(25, 45))
     ):
         assert torch.equal(clean[part], dirty[part])
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_memory")
+def test_addends_of_shared_heads_are_summed() -> None:
+    class Parts(TorchKernel):
+        """Leaves one gradient of q and k a value head, and k's and g's in two addends."""
+
+        def backward(self, saved: Any, do: Any, scale: float, segments: Any, key_heads: int) -> Any:
+            dq, dk, dv, dg, dbeta = super().backward(saved, do, scale, segments, key_heads)
+            shares = torch.tensor([0.25, 0.5]), torch.tensor([1.5, -0.75]), torch.tensor([-0.5, 0.0])
+
+            def share(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+                return (x.unsqueeze(3) * of[:, None]).flatten(2, 3).contiguous()
+
+            rest = share(dk, shares[2]), dg * 3
+            return KernelGrads(share(dq, shares[0] * 4 / 3), share(dk, shares[1] * 2), dv, dg * -2, dbeta, *rest)
+
+    segments = PackedSegments.prepare(torch.tensor([0, 40, 66]), 68)
+    for tokens in (256, 32):
+        assert_close(*both(("interleaved", 2, 4, 8, 8), 68, segments=segments, kernel=Parts(), tokens=tokens))
+
+
+@interpreted
+def test_recomputation_does_not_project_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+
+    def counted(*args: Any) -> Any:
+        runs.append(torch.is_grad_enabled())
+        return run_in(*args)
+
+    monkeypatch.setattr(fused, "run_in", counted)
+    layout = ProjectionLayout(*SMALL)
+    weights = {name: x.float() for name, x in parameters(layout).items()}
+    mixer = partial(FusedMixer(TorchKernel()), layout=layout, norm_eps=1e-5, segments=None, **weights)
+    proj = torch.randn(5, 1, layout.proj_dim, requires_grad=True)
+    grads = []
+    for counts, run in ((2, mixer), (2, lambda x: checkpoint(mixer, x, use_reentrant=True))):
+        runs.clear()
+        run(proj).sum().backward()
+        assert len(runs) == counts
+        grads.append(proj.grad)
+        proj.grad = None
+    assert torch.equal(*grads)
 
 
 @interpreted
@@ -146,7 +193,7 @@ def test_around_flas_kernels() -> None:
     before = calls.snapshot()
     ours, oracle = both(("interleaved", 1, 2, 16, 16), 68, segments=segments, kernel=fla_chunk.load(), tokens=256)
     assert_close(ours, oracle)
-    assert calls.snapshot().since(before) == (1, 1)
+    assert calls.snapshot().since(before) == (2, 2)  # the oracle counts too
 
 
 @interpreted

@@ -31,7 +31,11 @@ class FusedError(FlaSafeError, ValueError):
 
 
 class ChunkKernel(Protocol):
-    """A gated delta rule outside autograd, as `fla_chunk.FlaKernel` is; `saved` begins with q, k, v, g, beta."""
+    """A gated delta rule outside autograd, as `fla_chunk.FlaKernel` is.
+
+    `saved` begins with q, k, v, the kernel's own form of g, and beta. `backward` returns the gradients of q, k, v, g
+    and beta, or a `KernelGrads` whose addends the fused kernel sums.
+    """
 
     def forward(
         self,
@@ -46,7 +50,7 @@ class ChunkKernel(Protocol):
 
     def backward(
         self, saved: Any, do: torch.Tensor, scale: float, segments: PackedSegments | None, key_heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    ) -> KernelGrads | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,10 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Mixer(torch.autograd.Function):
@@ -99,8 +107,9 @@ class _Mixer(torch.autograd.Function):
             if not ctx.keeps_inputs:
                 inputs = run_in(proj, gates, shape, segments)
                 saved = [inputs.q, inputs.k, inputs.v, saved[0], inputs.beta, *saved[1:]]
-            dq, dk, dv, dg, dbeta = call.kernel.backward(saved, do, call.scale, segments, shape.layout.key_heads)
-            in_sums = grad_in(KernelGrads(dq, dk, dv, dg, dbeta), proj, gates, dproj, shape, segments)
+            parts = call.kernel.backward(saved, do, call.scale, segments, shape.layout.key_heads)
+            parts = parts if isinstance(parts, KernelGrads) else KernelGrads(*parts)
+            in_sums = grad_in(parts, proj, gates, dproj, shape, segments)
             grads, dnorm = total_sums(in_sums, out_sums, gates, norm_weight, shape)
         return dproj, grads.conv_weight, grads.conv_bias, grads.A_log, grads.dt_bias, dnorm, None
 
@@ -114,12 +123,13 @@ class FusedMixer:
 
     Attributes:
         kernel: the chunk kernel.
-        keep_inputs: keep q, k, v and beta for the backward pass instead of computing them again from the projection:
-            one launch and about 3 % of a layer's time against `2 (2 H K + HV V)` bytes a token.
+        keep_inputs: keep q, k, v and beta for the backward pass (`2 (2 H K + HV V)` bytes a token in bfloat16) instead
+            of computing them again from the projection (one launch). None: keep them when the forward pass runs inside
+            a backward pass, which is how activation recomputation runs it: their life is short then.
     """
 
     kernel: ChunkKernel
-    keep_inputs: bool = False
+    keep_inputs: bool | None = None
 
     def __call__(
         self,
@@ -164,7 +174,8 @@ class FusedMixer:
             zero_centered_norm,
             norm_eps,
         )
-        call = _Call(shape, segments, self.kernel, self.keep_inputs)
+        keep_inputs = _inside_backward() if self.keep_inputs is None else self.keep_inputs
+        call = _Call(shape, segments, self.kernel, keep_inputs)
         # No copies in practice: Megatron's projection and parameters are contiguous.
         return _Mixer.apply(
             proj.contiguous(), conv_weight.contiguous(), conv_bias, A_log, dt_bias, norm_weight.contiguous(), call
