@@ -29,7 +29,7 @@ run_logged() {
         sleep 1
         seconds=$((seconds + 1))
         if [ $((seconds % 15)) -eq 0 ]; then
-            printf '   %4d s  %s\n' "$seconds" "$(tail -n 1 "$log" | tr '\r' '\n' | tail -n 1 | cut -c 1-100)"
+            printf '   %4d s  %s\n' "$seconds" "$(tr '\r' '\n' <"$log" | grep -viE '^$|warning' | tail -n 1 | cut -c 1-100)"
         fi
     done
     trap - INT TERM
@@ -69,9 +69,13 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null |
 
 # Turns pip's log into one line.
 explain_pip() {
-    local log=$1
+    local log=$1 missing
     if grep -qE 'Temporary failure in name resolution|Failed to establish a new connection|ConnectionError|Read timed out|ProxyError|SSLError|Network is unreachable' "$log"; then
         fail "no package registry can be reached; set PIP_INDEX_URL to one that can, or FLA_SAFE_VENV to an environment that holds the package (log: $log)"
+    fi
+    missing=$(sed -nE 's/.*satisfies the requirement ([^ ]+).*from versions: none.*/\1/p' "$log" | head -n 1)
+    if [ -n "$missing" ]; then
+        fail "no package registry in reach holds $missing; set PIP_INDEX_URL to one that does, or FLA_SAFE_VENV to an environment that holds the package (log: $log)"
     elif grep -qE 'No space left on device|Disk quota exceeded' "$log"; then
         fail "the disk is full: the environment needs $NEEDED_GIB GiB (log: $log)"
     fi
