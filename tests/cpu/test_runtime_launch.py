@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from fake_triton.isolated import isolated
 
 
@@ -40,6 +41,7 @@ def _seen(gpu: Any, call: Any) -> Any:
 @isolated
 def test_planned_calls_arrive_as_triton_sends_them(gpu: Any) -> None:
     import triton
+
     from fake_triton.kernels import add, biased, plain
 
     x, y, out = _floats(512), _floats(512), _floats(512)
@@ -145,7 +147,6 @@ def test_a_new_class_of_integers_after_the_freeze_is_not_compiled(gpu: Any) -> N
 @isolated
 def test_integers_beyond_32_bits_are_not_cut(gpu: Any) -> None:
     from fake_triton.kernels import biased
-
     from fla_safe.runtime import LateCompileError
 
     x, out = _floats(512), _floats(512)
@@ -166,8 +167,8 @@ def test_integers_beyond_32_bits_are_not_cut(gpu: Any) -> None:
 @isolated
 def test_another_dtype_or_none_pattern_never_runs_the_planned_binary(gpu: Any) -> None:
     import torch
-    from fake_triton.kernels import biased, plain
 
+    from fake_triton.kernels import biased, plain
     from fla_safe.runtime import LateCompileError, LateTuneError
 
     x, out = _floats(512), _floats(512)
@@ -190,7 +191,6 @@ def test_another_dtype_or_none_pattern_never_runs_the_planned_binary(gpu: Any) -
 @isolated
 def test_each_device_has_its_own_binary(gpu: Any) -> None:
     from fake_triton.kernels import plain
-
     from fla_safe.runtime import LateCompileError
 
     runtime = _runtime()
@@ -219,8 +219,9 @@ def test_each_device_has_its_own_binary(gpu: Any) -> None:
 @isolated
 @pytest.mark.parametrize("installed", ["enter", "exit", "replaced", "pre_run"])
 def test_launch_hooks_are_called_even_when_installed_after_the_freeze(gpu: Any, installed: str) -> None:
-    from fake_triton.kernels import plain
     from triton import knobs
+
+    from fake_triton.kernels import plain
 
     x, out = _floats(64), _floats(64)
     runtime = _runtime()

@@ -42,6 +42,7 @@ class Tuning:
         table: decisions; winners are added.
         guard: says whether a key without decision is late.
         describe: facts of an autotuner's kernel.
+        answers_for: whether a kernel, by name, is one of ours; others are only made thread-safe.
         judge: checks winners before they enter the table.
         told: called after each round of tuning.
     """
@@ -52,11 +53,13 @@ class Tuning:
         guard: Guard,
         describe: Callable[[Any], Kernel | None],
         *,
+        answers_for: Callable[[str], bool] = lambda kernel: True,
         judge: Judge | None = None,
         told: Tuned | None = None,
     ) -> None:
         self.table = table
         self.guard = guard
+        self.answers_for = answers_for
         self.describe = describe
         self.judge = judge
         self.told = told
@@ -122,15 +125,13 @@ class Tuning:
     def _decide(self, tuner: Any, key: TuningKey, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
         private = _private(tuner, args)
         offered = list(private.prune_configs(kwargs))
-        if not self.guard.frozen:
-            with self._one_round:
-                config = self._known(key, offered)
-                return self._tune(private, key, args, kwargs, named, offered) if config is None else config
         config = self._known(key, offered)
         if config is not None:
             return config
-        if self.guard.mode == "off":
+        late = self.guard.frozen and self.answers_for(key.kernel)
+        if late and self.guard.mode == "off":
             self.guard.late_tune(key.kernel, str(key), "it is tuned now")
+        if not late or self.guard.mode == "off":
             with self._one_round:
                 config = self._known(key, offered)
                 return self._tune(private, key, args, kwargs, named, offered) if config is None else config

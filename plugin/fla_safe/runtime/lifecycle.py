@@ -90,7 +90,14 @@ class Runtime:
         self.audit = Audit(settings.audit, watch_syncs=settings.watch_syncs)
         self.probes = Probes(settings.packages)
         table = settings.table if settings.table is not None else DecisionTable(Stamp.current())
-        self.tuning = Tuning(table, self.guard, self.describe, judge=settings.judge, told=self._tuned)
+        self.tuning = Tuning(
+            table,
+            self.guard,
+            self.describe,
+            answers_for=self._answers_for,
+            judge=settings.judge,
+            told=self._tuned,
+        )
         self.compiling = Compiling(self.guard, self._answers_for)
         self.launching = Launching(self.guard, self.describe)
         self.freeze_seconds = 0.0
