@@ -16,6 +16,7 @@ from fla_safe.gdn.fused_launch import (
     MixerShape,
     grad_in,
     grad_out,
+    mixer_shape,
     run_in,
     run_out,
     total_sums,
@@ -164,7 +165,7 @@ class FusedMixer:
                 f"widths {layout.proj_dim} and {layout.conv_dim} for {layout}",
                 "check the layout against the tensor parallel size",
             )
-        shape = MixerShape(
+        shape = mixer_shape(
             layout,
             proj.shape[1],
             window,

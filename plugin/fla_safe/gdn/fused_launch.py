@@ -22,6 +22,7 @@ __all__ = [
     "MixerShape",
     "grad_in",
     "grad_out",
+    "mixer_shape",
     "run_in",
     "run_out",
     "total_sums",
@@ -39,9 +40,11 @@ _GRAD_OUT_STEPS: Final = 4
 _GRAD_REGISTERS: Final = 128
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MixerShape:
     """What the kernels are compiled for: one per layer shape and batch size, whatever the number of tokens.
+
+    Compared and hashed by identity, so that looking up launch options costs nothing: get it from `mixer_shape`.
 
     Attributes:
         layout: heads, dimensions and where they lie.
@@ -62,6 +65,21 @@ class MixerShape:
     l2norm: bool
     zero_centered: bool
     norm_eps: float
+
+
+@cache
+def mixer_shape(
+    layout: ProjectionLayout,
+    batch: int,
+    window: int,
+    bias: bool,
+    packed: bool,
+    l2norm: bool,
+    zero_centered: bool,
+    norm_eps: float,
+) -> MixerShape:
+    """The one `MixerShape` with these attributes."""
+    return MixerShape(layout, batch, window, bias, packed, l2norm, zero_centered, norm_eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +204,14 @@ def run_in(proj: torch.Tensor, gates: Gates, shape: MixerShape, segments: Packed
         total,
         **_in_options(shape, _IN_TOKENS),
     )
-    q, k, v = qkv.split([batch * total * H * K, batch * total * H * K, batch * total * HV * V])
-    return Inputs(q.view(batch, total, H, K), k.view(batch, total, H, K), v.view(batch, total, HV, V), g, beta)
+    size, strides = (batch, total, H, K), (total * H * K, H * K, K, 1)
+    return Inputs(
+        qkv.as_strided(size, strides, 0),
+        qkv.as_strided(size, strides, batch * total * H * K),
+        qkv.as_strided((batch, total, HV, V), (total * HV * V, HV * V, V, 1), 2 * batch * total * H * K),
+        g,
+        beta,
+    )
 
 
 def run_out(

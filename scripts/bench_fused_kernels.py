@@ -1,0 +1,116 @@
+"""Times each fused kernel alone over launch configurations, with the memory bandwidth that it reaches.
+
+    python scripts/bench_fused_kernels.py --rows 14000 --tp 2
+
+Checks the hand-chosen constants of `fla_safe.gdn.fused_launch`; "as in use" is the configuration that they give.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import triton
+import typer
+
+from fla_safe.gdn import fused_launch as launch
+from fla_safe.gdn.layout import ProjectionLayout
+from fla_safe.gdn.segments import PackedSegments
+
+
+class Kernels:
+    """Inputs of one shape, and a call of each kernel with the bytes that it must move."""
+
+    def __init__(self, rows: int, tp: int, sequences: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.layout = layout = ProjectionLayout("interleaved", 16 // tp, 32 // tp, 128, 128)
+        H, HV, K, V = layout.key_heads, layout.value_heads, layout.key_dim, layout.value_dim
+        self.shape = launch.mixer_shape(layout, 1, 4, False, True, True, False, 1e-6)
+        bounds = torch.linspace(0, rows, sequences + 1).round().to("cuda", torch.int32)
+        self.segments = PackedSegments.prepare(bounds, rows)
+
+        def normal(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda").to(kind)
+
+        self.proj, self.dproj = normal(rows, 1, layout.proj_dim), normal(rows, 1, layout.proj_dim)
+        self.gates = launch.Gates(
+            normal(layout.conv_dim, 1, 4), None, normal(HV, kind=torch.float32), normal(HV, kind=torch.float32)
+        )
+        self.norm_weight, self.o, self.dout = normal(V), normal(1, rows, HV, V), normal(rows, 1, HV * V)
+        gate = normal(1, rows, HV, kind=torch.float32)
+        q, v = (1, rows, H, K), (1, rows, HV, V)
+        self.grads = launch.KernelGrads(normal(*q), normal(*q), normal(*v), gate, normal(1, rows, HV))
+        self.qkv_bytes = rows * layout.conv_dim * dtype.itemsize
+        self.o_bytes = rows * layout.value_width * dtype.itemsize
+
+    def calls(self) -> dict[str, tuple[Callable[[], Any], int]]:
+        """Kernel -> (call, bytes)."""
+        shape, segments = self.shape, self.segments
+        in_sums = launch.grad_in(self.grads, self.proj, self.gates, self.dproj, shape, segments)
+        out_sums = launch.grad_out(self.dout, self.o, self.proj, self.norm_weight, self.dproj, shape, segments)[1]
+        return {
+            "in": (lambda: launch.run_in(self.proj, self.gates, shape, segments), 2 * self.qkv_bytes),
+            "out": (lambda: launch.run_out(self.o, self.proj, self.norm_weight, shape, segments), 3 * self.o_bytes),
+            "grad out": (
+                lambda: launch.grad_out(self.dout, self.o, self.proj, self.norm_weight, self.dproj, shape, segments),
+                5 * self.o_bytes,
+            ),
+            "grad in": (
+                lambda: launch.grad_in(self.grads, self.proj, self.gates, self.dproj, shape, segments),
+                3 * self.qkv_bytes,
+            ),
+            "sums": (
+                lambda: launch.total_sums(in_sums, out_sums, self.gates, self.norm_weight, shape),
+                in_sums.nbytes + out_sums.nbytes,
+            ),
+        }
+
+
+VARIANTS: dict[str, list[dict[str, int | None]]] = {
+    "in": [{}, {"_IN_TOKENS": 32}, {"_IN_TOKENS": 128}, {"_WARPS": 2}, {"_WARPS": 8}, {"_WARPS": 8, "_IN_TOKENS": 128}],
+    "out": [{}, {"_OUT_ROWS": 8}, {"_OUT_ROWS": 32}, {"_WARPS": 8, "_OUT_ROWS": 32}, {"_WARPS": 2, "_OUT_ROWS": 8}],
+    "grad out": [
+        {},
+        {"_GRAD_OUT_STEPS": 2},
+        {"_GRAD_OUT_STEPS": 8},
+        {"_OUT_ROWS": 8, "_GRAD_OUT_STEPS": 8},
+        {"_OUT_ROWS": 32, "_GRAD_OUT_STEPS": 2},
+    ],
+    "grad in": [
+        {},
+        {"_GRAD_TOKENS": 64},
+        {"_GRAD_TOKENS": 256},
+        {"_GRAD_REGISTERS": 96},
+        {"_GRAD_REGISTERS": 168},
+        {"_WARPS": 2, "_GRAD_TOKENS": 64},
+        {"_WARPS": 8, "_GRAD_TOKENS": 256},
+    ],
+    "sums": [{}],
+}
+
+
+def main(
+    rows: Annotated[int, typer.Option(help="Tokens.")] = 14000,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size of the Qwen3.5-35B-A3B shard.")] = 2,
+    sequences: Annotated[int, typer.Option(help="Sequences of equal length.")] = 20,
+) -> None:
+    """Print microseconds and TB/s of every kernel and configuration."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("this benchmark needs a CUDA GPU")
+    kernels = Kernels(rows, tp, sequences)
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") / 1e9
+    print(f"{torch.cuda.get_device_name()}, Triton {triton.__version__}, T {rows}, TP {tp}; copy {copy:.2f} TB/s")
+    for name, variants in VARIANTS.items():
+        for variant in variants:
+            with mock.patch.multiple(launch, **variant):
+                for cached in (launch._heads, launch._in_options, launch._out_options):
+                    cached.cache_clear()
+                call, moved = kernels.calls()[name]
+                ms = triton.testing.do_bench(call, warmup=50, rep=200, return_mode="median")
+            label = ", ".join(f"{key[1:].lower()} {value}" for key, value in variant.items()) or "as in use"
+            print(f"{name:9} {label:36} {ms * 1e3:8.1f} us {moved / ms / 1e9:6.2f} TB/s {moved / ms / 1e9 / copy:5.0%}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
