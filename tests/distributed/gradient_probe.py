@@ -1,4 +1,4 @@
-"""ms-swift plugin of the gradient tests: after the first step, writes every parameter's gradient in Hugging Face's layout.
+"""ms-swift plugin of the gradient tests: writes the first step's gradients in Hugging Face's layout.
 
 Used with `--external_plugins <this file> --callbacks gradient_probe`. mcore-bridge gathers a parameter over tensor,
 pipeline and expert ranks when it exports; handing it gradients in place of weights gives the whole model's gradient on

@@ -1,4 +1,4 @@
-"""Starts the real `megatron sft` for tests: tiny checkpoint and data made once, every rank a process on this machine."""
+"""Starts the real `megatron sft` for tests, every rank a process on this machine."""
 
 import itertools
 import json

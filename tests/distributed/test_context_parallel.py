@@ -1,5 +1,7 @@
 """Trading tokens for heads and back: order, inverse, gradients, and lengths that cannot be divided."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ BATCH, WIDTH = 2, 6
 def held_by(rank: int, size: int) -> list[int]:
     """Tokens of a rank by Megatron's rule: chunks `rank` and `2 * size - 1 - rank` of every segment."""
     tokens = []
-    for start, end in zip(OFFSETS, OFFSETS[1:], strict=False):
+    for start, end in pairwise(OFFSETS):
         chunk = (end - start) // (2 * size)
         for piece in (rank, 2 * size - 1 - rank):
             tokens += range(start + piece * chunk, start + (piece + 1) * chunk)
