@@ -1,4 +1,4 @@
-"""Gated DeltaNet (GDN) layers for Megatron-core training that never stall, diverge or touch the disk once training started.
+"""Gated DeltaNet layers for Megatron-core that never stall, diverge or touch the disk once training has started.
 
 Importing this package imports nothing else: every floor (`runtime`, `gdn`, `megatron`, `swift`) imports its own
 dependencies and says what is missing.

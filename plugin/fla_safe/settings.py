@@ -3,13 +3,15 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast, get_args
 
 from fla_safe.errors import FlaSafeError
 
-__all__ = ["GdnImpl", "Settings", "SettingsError"]
+__all__ = ["GdnGuard", "GdnImpl", "Settings", "SettingsError"]
 
 GdnImpl = Literal["default", "fla_safe", "torch"]
+GdnGuard = Literal["off", "warn", "strict"]
 
 
 class SettingsError(FlaSafeError, ValueError):
@@ -22,29 +24,47 @@ class Settings:
 
     Attributes:
         gdn_impl: `--gdn_impl`: which implementation GDN layers use.
+        guard: `--gdn_guard`: what a kernel variant that the warm-up did not plan meets in training.
+        bundle: `--gdn_bundle`: decisions and compiled kernels to start from.
+        artifacts: `FLA_SAFE_ARTIFACTS`: where rank directories are made; None chooses node-local memory.
         cpu: `FLA_SAFE_CPU=1`: the stand-in for TransformerEngine and `torch.cuda` is on.
         interpret: `TRITON_INTERPRET=1`: Triton kernels run in Triton's interpreter (with `cpu`).
         mcore_gdn: `USE_MCORE_GDN`, mcore-bridge's switch (default on); off means GDN layers are not Megatron's.
     """
 
     gdn_impl: GdnImpl = "default"
+    guard: GdnGuard = "warn"
+    bundle: Path | None = None
+    artifacts: Path | None = None
     cpu: bool = False
     interpret: bool = False
     mcore_gdn: bool = True
 
     @classmethod
-    def read(cls, gdn_impl: str, environ: Mapping[str, str] = os.environ) -> "Settings":
-        """Combine the parsed flag with the environment.
+    def read(
+        cls,
+        gdn_impl: str,
+        *,
+        guard: str = "warn",
+        bundle: str | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> "Settings":
+        """Combine the parsed flags with the environment.
 
         Raises:
-            SettingsError: unknown `gdn_impl`.
+            SettingsError: an unknown value, or a bundle that is not there.
         """
-        if gdn_impl not in get_args(GdnImpl):
-            raise SettingsError(
-                f"--gdn_impl {gdn_impl!r}", f"one of {', '.join(get_args(GdnImpl))}", "correct the flag"
-            )
+        for flag, value, known in (("gdn_impl", gdn_impl, GdnImpl), ("gdn_guard", guard, GdnGuard)):
+            if value not in get_args(known):
+                raise SettingsError(f"--{flag} {value!r}", f"one of {', '.join(get_args(known))}", "correct the flag")
+        if bundle is not None and not Path(bundle).is_file():
+            raise SettingsError(f"--gdn_bundle {bundle}", "a file made by `fla-safe bundle pack`", "correct the path")
+        artifacts = environ.get("FLA_SAFE_ARTIFACTS")
         return cls(
             gdn_impl=cast(GdnImpl, gdn_impl),
+            guard=cast(GdnGuard, guard),
+            bundle=None if bundle is None else Path(bundle),
+            artifacts=None if artifacts is None else Path(artifacts),
             cpu=environ.get("FLA_SAFE_CPU") == "1",
             interpret=environ.get("TRITON_INTERPRET") == "1",
             # mcore-bridge's own parser: 1/true/yes in any case is on, everything else is off.

@@ -103,10 +103,10 @@ def test_the_argument_class_gets_the_field_and_keeps_its_identity() -> None:
         "assert isinstance(value, MegatronArguments) and cls.__qualname__ == 'MegatronArguments'\n"
         "assert pickle.loads(pickle.dumps(value)) == value\n"
         "assert type(module.__loader__).__name__ == 'Source', module.__loader__\n"
-        "print([(f.name, f.default) for f in dataclasses.fields(cls)])"
+        "print({f.name: f.default for f in dataclasses.fields(cls)})"
     )
     done = python(code)
-    assert done.stdout.strip() == "[('iterations', 1), ('gdn_impl', 'default')]", done.stderr
+    assert done.stdout.strip() == "{'iterations': 1, 'gdn_impl': 'default', 'gdn_guard': 'warn', 'gdn_bundle': None}", done.stderr
 
 
 def test_an_unknown_ms_swift_is_refused_when_the_flag_is_asked_for() -> None:

@@ -5,6 +5,8 @@ gradient covers its own slice of the sequence, as Megatron's all-reduce of such 
 1.6.5 gathers outside the projection, which multiplies that gradient by the tensor-parallel size).
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -28,6 +30,12 @@ __all__ = ["SafeForward", "UnsupportedLayerError"]
 
 class UnsupportedLayerError(FlaSafeError, ValueError):
     """The model's configuration asks for something that this layer does not do."""
+
+
+@cache
+def _resolved(name: str, device: torch.device, layout: ProjectionLayout, dtype: torch.dtype) -> Backend:
+    """Layers of one shape share one backend, and so the warm-up of its kernels."""
+    return resolve(name, device, layout=layout, dtype=dtype)
 
 
 class SafeForward:
@@ -64,6 +72,8 @@ class SafeForward:
         self._layout = self._layout_for(self.tp_size)
         self._mixer_layout = self._layout_for(self.tp_size * self.cp_size)
         self._backend: Backend | None = None
+        # Around the mixer once kernels are frozen: file operations and syncs in here count against the guard.
+        self.section: AbstractContextManager[None] = nullcontext()
         # Each tensor-parallel rank's gradient of the output norm covers its own heads. With sequence parallelism
         # Megatron adds them up; without, it does not (mcore-bridge 1.6.5, megatron-core 0.19.2).
         self._reduce_norm_gradient = self.tp_size > 1 and not self.config.sequence_parallel
@@ -93,6 +103,12 @@ class SafeForward:
                 "an inference context", "training or evaluation on whole sequences", "export the model and serve it"
             )
         proj = self._project_in(hidden_states)
+        with self.section:
+            mixed = self._mixed(proj, packed_seq_params)
+        return self.out_proj(mixed)
+
+    def _mixed(self, proj: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
+        """The mixer on this rank's heads: `[S, B, proj_dim]` -> `[S, B, HV * V]`."""
         packing = packing_for(
             packed_seq_params,
             total=proj.shape[0] * self.cp_size,
@@ -102,19 +118,16 @@ class SafeForward:
         )
         backend = self._backend
         if backend is None:
-            backend = self._backend = self._resolve(proj)
+            backend = self.backend_for(proj.device, proj.dtype)
         if packing.order is None:
-            mixed = self._mix(backend, proj, packing.segments, self._mixer_parameters())
-        else:
-            group = self.pg_collection.cp
-            columns, channels, heads = self._rank_slices(proj.device)
-            proj = to_heads(proj if columns is None else proj.index_select(-1, columns), packing.order, group)
-            weight, bias, A_log, dt_bias = self._mixer_parameters()
-            bias = None if bias is None else bias[channels]
-            mine = weight[channels], bias, A_log[heads], dt_bias[heads]
-            mixed = self._mix(backend, proj, packing.segments, mine)
-            mixed = to_tokens(mixed, packing.order, group)
-        return self.out_proj(mixed)
+            return self._mix(backend, proj, packing.segments, self._mixer_parameters())
+        group = self.pg_collection.cp
+        columns, channels, heads = self._rank_slices(proj.device)
+        proj = to_heads(proj if columns is None else proj.index_select(-1, columns), packing.order, group)
+        weight, bias, A_log, dt_bias = self._mixer_parameters()
+        bias = None if bias is None else bias[channels]
+        mine = weight[channels], bias, A_log[heads], dt_bias[heads]
+        return to_tokens(self._mix(backend, proj, packing.segments, mine), packing.order, group)
 
     @property
     def kernel_in_use(self) -> str | None:
@@ -154,16 +167,22 @@ class SafeForward:
             zero_centered_norm=self.out_norm.zero_centered_gamma,
         )
 
-    def _resolve(self, proj: torch.Tensor) -> Backend:
+    def backend_for(self, device: torch.device, dtype: torch.dtype) -> Backend:
+        """The kernel of this layer on a device, resolved once and kept.
+
+        Raises:
+            BackendError: the kernel cannot run there.
+        """
         name = self.kernel_name
         if self.config.deterministic_mode:
             # As in Megatron, deterministic mode means the plain-torch kernel; ours takes packs as well.
             name = "torch"
         elif name == "auto":
             # On a GPU a missing FLA is an error; on a CPU its kernels run under Triton's interpreter, if asked for.
-            able, _ = supports("fla", proj.device, layout=self._mixer_layout, dtype=proj.dtype)
-            name = "fla" if able or proj.device.type == "cuda" else "torch"
-        return resolve(name, proj.device, layout=self._mixer_layout, dtype=proj.dtype)
+            able, _ = supports("fla", device, layout=self._mixer_layout, dtype=dtype)
+            name = "fla" if able or device.type == "cuda" else "torch"
+        self._backend = _resolved(name, device, self._mixer_layout, dtype)
+        return self._backend
 
     def _layout_for(self, ranks: int) -> ProjectionLayout:
         return ProjectionLayout(

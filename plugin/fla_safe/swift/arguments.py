@@ -1,17 +1,22 @@
-"""Adds `--gdn_impl` to the argument classes of every `megatron` command (sft, pt, rlhf, export)."""
+"""Adds `--gdn_impl`, `--gdn_guard` and `--gdn_bundle` to every `megatron` command (sft, pt, rlhf, export)."""
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.settings import GdnImpl
+from fla_safe.settings import GdnGuard, GdnImpl
 
 __all__ = ["UnsupportedSwiftError", "register"]
 
-HELP = (
+IMPL_HELP = (
     "Gated DeltaNet layers: 'default' is ms-swift's own; 'fla_safe' is fla-safe's layer on hardened FLA kernels; "
     "'torch' is the same layer in plain PyTorch (slow; for CPUs and for comparison)."
 )
+GUARD_HELP = (
+    "With --gdn_impl fla_safe on GPUs: what a GDN kernel that would be tuned or compiled after the warm-up meets. "
+    "'strict' raises, 'warn' goes on with the nearest decision and counts it, 'off' lets it tune."
+)
+BUNDLE_HELP = "With --gdn_impl fla_safe: a file of decisions and compiled kernels to start from (fla-safe bundle pack)."
 
 
 class UnsupportedSwiftError(FlaSafeError, RuntimeError):
@@ -19,7 +24,7 @@ class UnsupportedSwiftError(FlaSafeError, RuntimeError):
 
 
 def register(module: ModuleType) -> None:
-    """Replace ms-swift's `MegatronArguments` by a dataclass that has the field, before any class derives from it.
+    """Replace ms-swift's `MegatronArguments` by a dataclass that has the fields, before any class derives from it.
 
     Args:
         module: `swift.megatron.arguments.megatron_args`, just executed.
@@ -39,7 +44,9 @@ def register(module: ModuleType) -> None:
 
     @dataclass
     class MegatronArguments(base):  # type: ignore[misc, valid-type]
-        gdn_impl: GdnImpl = field(default="default", metadata={"help": HELP})
+        gdn_impl: GdnImpl = field(default="default", metadata={"help": IMPL_HELP})
+        gdn_guard: GdnGuard = field(default="warn", metadata={"help": GUARD_HELP})
+        gdn_bundle: str | None = field(default=None, metadata={"help": BUNDLE_HELP})
 
     # Same identity as the class it stands for, so that pickling, args.json and isinstance checks see no difference.
     MegatronArguments.__module__ = base.__module__

@@ -13,6 +13,7 @@ from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 
 from fla_safe.gdn import calls
 from fla_safe.megatron.bridge import gdn_layers
+from fla_safe.swift.freeze import steady_state
 
 __all__ = ["REPORT_NAME", "GdnCallback", "attach"]
 
@@ -54,6 +55,13 @@ class GdnCallback(MegatronCallback):
         now = calls.snapshot()
         self._last_step = (now.forward - self._before.forward, now.backward - self._before.backward)
 
+    def on_log(self, logs: dict[str, Any]) -> None:
+        steady = steady_state()
+        if steady is not None and self.state.iteration:
+            counters = steady.runtime.counters()
+            for name in ("late_tunes", "late_compiles", "file_ops", "syncs"):
+                logs[f"gdn/{name}"] = counters[name]
+
     def on_train_end(self) -> None:
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, self._rank_report())
@@ -64,6 +72,7 @@ class GdnCallback(MegatronCallback):
     def _rank_report(self) -> dict[str, Any]:
         layers = [layer for _, layer in gdn_layers(self.trainer.unwrapped_models)]
         forward, backward = self._last_step
+        steady = steady_state()
         return {
             "rank": dist.get_rank(),
             "host": socket.gethostname(),
@@ -77,6 +86,7 @@ class GdnCallback(MegatronCallback):
             "kernels": sorted({layer.kernel_in_use for layer in layers if layer.kernel_in_use}),
             "forward_calls_last_step": forward,
             "backward_calls_last_step": backward,
+            "runtime": None if steady is None else steady.report(),
         }
 
     def _job_report(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,11 @@ def register(module: ModuleType) -> None:
 def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[torch.nn.Module]]:
     @wraps(build)
     def get_mcore_model(args: Any, hf_config: Any) -> list[torch.nn.Module]:
-        settings = Settings.read(getattr(args, "gdn_impl", "default"))
+        settings = Settings.read(
+            getattr(args, "gdn_impl", "default"),
+            guard=getattr(args, "gdn_guard", "warn"),
+            bundle=getattr(args, "gdn_bundle", None),
+        )
         if settings.gdn_impl == "default":
             return build(args, hf_config)
         # Imported here: only a job that uses the flag pays for Megatron's imports, or learns that they fail.
@@ -32,6 +36,7 @@ def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[tor
         from fla_safe.megatron.consensus import together
         from fla_safe.megatron.packing import prepare_before_forward
         from fla_safe.swift.callback import attach
+        from fla_safe.swift.freeze import freeze_kernels
 
         with together("choosing the GDN layers"):
             swap = safe_layers(args.megatron_model_meta.model_type, settings)
@@ -42,6 +47,7 @@ def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[tor
             verify_model(models, settings)
         for model in models:
             prepare_before_forward(model)
+        freeze_kernels(args, models, settings)
         attach(args)
         return models
 

@@ -1,0 +1,44 @@
+"""Brings ms-swift's job to the steady state: kernels warmed up and frozen before the optimizer takes its memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from swift.utils import get_logger
+
+from fla_safe.megatron.warmup import SteadyState, Workload, reach_steady_state
+from fla_safe.settings import Settings
+
+__all__ = ["freeze_kernels", "steady_state"]
+
+logger = get_logger()
+_steady: SteadyState | None = None
+
+
+def steady_state() -> SteadyState | None:
+    """The job's frozen kernels; None before the freeze, on a CPU, and with the plain-torch layer."""
+    return _steady
+
+
+def freeze_kernels(args: Any, models: Sequence[torch.nn.Module], settings: Settings) -> None:
+    """Warm up for the rows that `args` describes and freeze, once in a process; nothing on a CPU.
+
+    Raises:
+        AgreementError: see `reach_steady_state`.
+    """
+    global _steady
+    if _steady is not None or settings.gdn_impl != "fla_safe" or settings.cpu or not torch.cuda.is_available():
+        return
+    packed = bool(args.padding_free)
+    # ms-swift lays the packs of a micro-batch into one row (template/base.py, data_collator).
+    longest = int(getattr(args, "packing_length", None) or args.max_length)
+    workload = Workload(
+        tokens=longest * args.micro_batch_size if packed else longest,
+        batch=1 if packed else args.micro_batch_size,
+        packed=packed,
+        dtype=models[0].config.params_dtype,  # type: ignore[union-attr, arg-type]
+    )
+    logger.info(f"fla-safe: warming up GDN kernels for rows of up to {workload.tokens} tokens")
+    _steady = reach_steady_state(models, settings, workload, lambda text: logger.info(f"fla-safe: {text}"))
+    timings = _steady.runtime.report()["timings"]
+    logger.info(f"fla-safe: kernels are frozen, table {_steady.table_hash[:12]}, {timings}")
