@@ -116,11 +116,11 @@ make_environment() {
     rm -f "$VENV/fla-safe-stamp"
     log=$VENV/install.log
     say "installing the package and its dependencies, about 6 GiB (log: $log)"
-    run_logged "$log" "$PYTHON" -m pip install --progress-bar off --constraint "$REPOSITORY/scripts/constraints.txt" \
+    run_logged "$log" "$PYTHON" -m pip install --progress-bar off --no-compile --constraint "$REPOSITORY/scripts/constraints.txt" \
         --editable "$REPOSITORY[${extras%,gpu}]" || explain_pip "$log"
     if [ "$extras" != "${extras%,gpu}" ] && ! "$PYTHON" -c 'import transformer_engine.pytorch' >/dev/null 2>&1; then
         say "installing TransformerEngine, part of which is compiled here (log: $log)"
-        run_logged "$log" "$PYTHON" -m pip install --progress-bar off --no-build-isolation \
+        run_logged "$log" "$PYTHON" -m pip install --progress-bar off --no-compile --no-build-isolation \
             --constraint "$REPOSITORY/scripts/constraints.txt" --editable "$REPOSITORY[$extras]" || explain_pip "$log"
     fi
     printf '%s\n' "$stamp" >"$VENV/fla-safe-stamp"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -88,12 +87,9 @@ def test_the_flag_is_recorded_and_every_call_counted(run: Path) -> None:
 def test_the_checkpoint_loads_and_every_part_was_trained(run: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
-    checkpoint = run / "out" / f"checkpoint-{STEPS}"
-    AutoModelForImageTextToText.from_pretrained(checkpoint)
-    before = load_file(run / "model" / "model.safetensors")
-    after: dict[str, torch.Tensor] = {}
-    for file in checkpoint.glob("*.safetensors"):
-        after |= load_file(file)
+    # Loaded models are compared: on disk transformers keeps experts apart and ms-swift keeps them together.
+    before = AutoModelForImageTextToText.from_pretrained(run / "model").state_dict()
+    after = AutoModelForImageTextToText.from_pretrained(run / "out" / f"checkpoint-{STEPS}").state_dict()
     assert after.keys() == before.keys()
     # Pictures reached the vision tower, tokens the GDN layers of both pipeline stages and the experts of both ranks.
     moved = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
