@@ -12,6 +12,11 @@ settings.register_profile(
 settings.load_profile("fla_safe")
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """`torch.empty` and its relatives return NaN, so that a row nobody wrote cannot pass for a zero."""

@@ -5,7 +5,7 @@ product of Householder-like updates is written with the inverse of a unit lower 
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,17 @@ from fla_safe.gdn.segments import CHUNK_SIZE, PackedSegments
 __all__ = ["torch_chunk_gated_delta_rule"]
 
 
+_CHUNKS: Final = (1, 16, CHUNK_SIZE)
+"""Chunk sizes; a segment takes the first that holds it, so that hundreds of one-row segments cost no full chunks."""
+
+
 class _Plan(NamedTuple):
-    """How rows are dealt to chunks. Chunks are ordered by their place in the segment, longest segments first.
+    """How the segments of one chunk size are dealt to chunks, ordered by their place in the segment, longest first.
 
     Attributes:
         rows: `[NT * C]` row of every place in a chunk; places after a segment's end repeat row 0 and are masked.
         padding: `[NT * C]` bool, the masked places, or None.
-        places: `[T]` place of every row.
+        places, members: `[M]` the other places, and the rows they hold.
         active: number of chunks in each step; the segments of a step are the first of the step before.
         chunk: C.
     """
@@ -31,28 +35,33 @@ class _Plan(NamedTuple):
     rows: torch.Tensor
     padding: torch.Tensor | None
     places: torch.Tensor
+    members: torch.Tensor
     active: tuple[int, ...]
     chunk: int
 
 
 @lru_cache(maxsize=32)
-def _plan(offsets: tuple[int, ...], device: torch.device) -> _Plan:
-    lengths = np.diff(np.asarray(offsets))
-    # Hundreds of one-row segments must not cost a full chunk each.
-    chunk = min(CHUNK_SIZE, 1 << (int(lengths.max()) - 1).bit_length())
+def _plans(offsets: tuple[int, ...], device: torch.device) -> tuple[_Plan, ...]:
+    """One plan for every chunk size in use; together they hold every row once."""
+    starts, lengths = np.asarray(offsets[:-1]), np.diff(np.asarray(offsets))
+    sizes = np.minimum(np.searchsorted(_CHUNKS, lengths), len(_CHUNKS) - 1)
+    return tuple(_plan(starts[sizes == i], lengths[sizes == i], _CHUNKS[i], device) for i in np.unique(sizes))
+
+
+def _plan(starts: np.ndarray, lengths: np.ndarray, chunk: int, device: torch.device) -> _Plan:
     order = np.argsort(-lengths, kind="stable")
-    lengths, starts = lengths[order], np.asarray(offsets)[:-1][order]
+    lengths, starts = lengths[order], starts[order]
     counts = -(-lengths // chunk)
     active = tuple(int((counts > step).sum()) for step in range(int(counts.max())))
     segment = np.concatenate([np.arange(n) for n in active])
     first = np.repeat(np.arange(len(active)), active) * chunk
     within = first[:, None] + np.arange(chunk)
     inside = within < lengths[segment][:, None]
-    rows = np.where(inside, starts[segment][:, None] + within, 0).ravel()
-    places = np.empty(offsets[-1], dtype=np.int64)
-    places[rows[inside.ravel()]] = np.flatnonzero(inside)
+    rows = np.where(inside, starts[segment][:, None] + within, 0)
+    indices = (rows.ravel(), np.flatnonzero(inside), rows[inside])
+    rows_at, places, members = (torch.from_numpy(index).to(device) for index in indices)
     padding = None if inside.all() else torch.from_numpy(~inside.ravel()).to(device)
-    return _Plan(torch.from_numpy(rows).to(device), padding, torch.from_numpy(places).to(device), active, chunk)
+    return _Plan(rows_at, padding, places, members, active, chunk)
 
 
 def _deal(x: torch.Tensor, plan: _Plan, dtype: torch.dtype) -> torch.Tensor:
@@ -63,9 +72,10 @@ def _deal(x: torch.Tensor, plan: _Plan, dtype: torch.dtype) -> torch.Tensor:
     return x.unflatten(0, (-1, plan.chunk)).transpose(1, 2)
 
 
-def _collect(x: torch.Tensor, plan: _Plan, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_deal`, in the shape and dtype of `like`."""
-    return x.transpose(1, 2).flatten(0, 1).index_select(0, plan.places).to(like.dtype).view(like.shape)
+def _collect(x: torch.Tensor, plan: _Plan, out: torch.Tensor) -> None:
+    """The inverse of `_deal`: writes the plan's rows of `out`, `[B, T, heads, ...]` and contiguous."""
+    rows = x.transpose(1, 2).flatten(0, 1).index_select(0, plan.places)
+    out.view(-1, *out.shape[2:]).index_copy_(0, plan.members, rows.to(out.dtype))
 
 
 def _rule(dealt: list[torch.Tensor], scale: float, active: tuple[int, ...]) -> torch.Tensor:
@@ -103,25 +113,30 @@ class _TorchChunk(torch.autograd.Function):
     """Keeps only its inputs; the backward pass runs the forward pass again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, scale, plan):  # type: ignore[no-untyped-def]
+    def forward(ctx, q, k, v, g, beta, scale, plans):  # type: ignore[no-untyped-def]
         calls.count_forward()
         ctx.save_for_backward(q, k, v, g, beta)
-        ctx.scale, ctx.plan = scale, plan
+        ctx.scale, ctx.plans = scale, plans
         dtype = torch.promote_types(q.dtype, torch.float32)
-        out = _rule([_deal(x, plan, dtype) for x in (q, k, v, g, beta)], scale, plan.active)
-        return _collect(out, plan, v)
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        for plan in plans:
+            _collect(_rule([_deal(x, plan, dtype) for x in (q, k, v, g, beta)], scale, plan.active), plan, out)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         calls.count_backward()
-        inputs, plan = ctx.saved_tensors, ctx.plan
+        inputs = ctx.saved_tensors
         dtype = torch.promote_types(inputs[0].dtype, torch.float32)
-        dealt = [_deal(x, plan, dtype).requires_grad_() for x in inputs]
-        with torch.enable_grad():
-            out = _rule(dealt, ctx.scale, plan.active)
-        grads = torch.autograd.grad(out, dealt, _deal(grad, plan, dtype))
-        return *(_collect(dx, plan, x) for dx, x in zip(grads, inputs, strict=True)), None, None
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
+        for plan in ctx.plans:
+            dealt = [_deal(x, plan, dtype).requires_grad_() for x in inputs]
+            with torch.enable_grad():
+                out = _rule(dealt, ctx.scale, plan.active)
+            for dx, x in zip(torch.autograd.grad(out, dealt, _deal(grad, plan, dtype)), grads, strict=True):
+                _collect(dx, plan, x)
+        return *grads, None, None
 
 
 def torch_chunk_gated_delta_rule(
@@ -148,4 +163,4 @@ def torch_chunk_gated_delta_rule(
     """
     batch, rows = q.shape[:2]
     offsets = segments.offsets_host if segments is not None else tuple(range(0, batch * rows + 1, rows))
-    return _TorchChunk.apply(q, k, v, g, beta, scale, _plan(offsets, q.device))
+    return _TorchChunk.apply(q, k, v, g, beta, scale, _plans(offsets, q.device))
