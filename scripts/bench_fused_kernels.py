@@ -6,6 +6,7 @@ Checks the hand-chosen constants of `fla_safe.gdn.fused_launch`; "as in use" is 
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated, Any
 from unittest import mock
 
@@ -103,7 +104,7 @@ def main(
     print(f"{torch.cuda.get_device_name()}, Triton {triton.__version__}, T {rows}, TP {tp}; copy {copy:.2f} TB/s")
     for name, variants in VARIANTS.items():
         for variant in variants:
-            with mock.patch.multiple(launch, **variant):
+            with mock.patch.multiple(launch, **variant) if variant else nullcontext():
                 for cached in (launch._heads, launch._in_options, launch._out_options):
                     cached.cache_clear()
                 call, moved = kernels.calls()[name]

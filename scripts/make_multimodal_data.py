@@ -188,7 +188,7 @@ def _main(
     try:
         path = make_data(out, samples=samples, pictures=pictures, seed=seed, text_only=text_only, max_side=max_side)
     except (RuntimeError, ValueError, OSError) as error:
-        typer.echo(f"make_multimodal_data: {error}", err=True)
+        typer.echo(f"make_multimodal_data: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from error
     typer.echo(f"{path}: {samples} samples, {pictures} pictures")
 

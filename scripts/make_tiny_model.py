@@ -236,7 +236,7 @@ def _main(
         )  # fmt: skip
         parameters = make_tiny_model(out, family=family, sizes=sizes, dtype=dtype, seed=seed)  # type: ignore[arg-type]
     except (ValueError, OSError, ImportError) as error:
-        typer.echo(f"make_tiny_model: {error}", err=True)
+        typer.echo(f"make_tiny_model: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from error
     typer.echo(f"{out}: {family}, {parameters / 1e6:.1f} M parameters, {dtype}")
 

@@ -20,7 +20,7 @@ make_once() {
     [ "$(cat "$folder/stamp" 2>/dev/null)" = "$stamp" ] && return 0
     rm -rf "$folder"
     mkdir -p "$folder"
-    run_logged "$folder/log" "$@" || fail "$(tail -n 1 "$folder/log") (log: $folder/log)"
+    run_logged "$folder/log" "$@" || fail "$(grep -v '^ *$' "$folder/log" | tail -n 1) (log: $folder/log)"
     printf '%s\n' "$stamp" >"$folder/stamp"
 }
 
