@@ -77,7 +77,7 @@ def both(
         dout[segments.used :] = float("nan")
     given = {"proj": proj, **parameters(layout, window, bias)}
     rounded = {name: x.to(device, dtype) for name, x in given.items() if x is not None}
-    changes = {} if tokens is None else {"_IN_TOKENS": tokens, "_GRAD_TOKENS": tokens}
+    changes = {name: tokens or getattr(fused_launch, name) for name in ("_IN_TOKENS", "_GRAD_TOKENS")}
     results = []
     for wide in (False, True):
         leaves = {name: x.detach().to(torch.float64 if wide else dtype) for name, x in rounded.items()}
