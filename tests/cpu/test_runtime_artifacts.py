@@ -1,5 +1,6 @@
 """A damaged, foreign or half-written artifact is a miss with one log line, a quarantine copy and the right kernel."""
 
+import base64
 import errno
 import json
 import logging
@@ -52,8 +53,12 @@ def pristine(tmp_path_factory):
     remove = triton_cache.install(store)
     with triton_cache.scope():
         kernels = {k: compile_for_hopper(k) for k in (add_kernel, scale_kernel)}
+        variant = compile_for_hopper(add_kernel, 256)
     remove()
     store.prune()
+    # Kept apart: the entry of the same kernel with another block size, which has the same file names.
+    entry = base64.b32encode(bytes.fromhex(variant.hash)).decode().rstrip("=")
+    (place / "entries" / entry).rename(place / "variant")
     return place, {k: v.asm["cubin"] for k, v in kernels.items()}
 
 
@@ -119,6 +124,13 @@ DAMAGE = {
     "record without its binary": lambda e, o: rewrite_json(e / RECORD, lambda d: d["files"].pop("add_kernel.cubin")),
     "record of another Triton": lambda e, o: rewrite_json(e / RECORD, lambda d: d.update(triton="2.1.0")),
     "whole group of another entry": replace_by_other,
+    "whole group of the same kernel with another block size": lambda e, o: replace_by_other(
+        e, e.parents[1] / "variant"
+    ),
+    "whole group of another Triton": lambda e, o: (
+        replace_metadata(e, triton_version="2.1.0"),
+        rewrite_json(e / RECORD, lambda d: d.update(triton="2.1.0")),
+    ),
     "binary a directory": lambda e, o: ((e / "add_kernel.cubin").unlink(), (e / "add_kernel.cubin").mkdir()),
 }
 
@@ -132,6 +144,7 @@ def flip(path):
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_a_miss_with_the_right_kernel(name, pristine, store, caplog):
     place, binaries = pristine
+    shutil.copytree(place / "variant", store.directory / "variant")
     shutil.copytree(place / "entries", store.directory / "entries", dirs_exist_ok=True)
     entry = entry_of(store, "add_kernel")
     DAMAGE[name](entry, entry_of(store, "scale_kernel"))

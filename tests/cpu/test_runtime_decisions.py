@@ -79,12 +79,21 @@ def test_real_triton_configs():
     [
         (key(H=16, F=True), key(H=16, F=True)),
         (key(H=24, F=True), key(H=16, F=True)),
+        (key(H=36, F=True), key(H=64, F=True)),
         (key(H=200, F=True), key(H=64, F=True)),
         (key(H=64, F=False), key(H=64, F=False)),
         (key(dtype="float32", H=1, F=True), key(dtype="float32", H=64, F=False)),
         (key(dtype="float16", H=64, F=True), key(H=64, F=True)),
     ],
-    ids=["exact", "size on a log scale", "beyond the largest", "flag before size", "dtype before flag", "unseen dtype"],
+    ids=[
+        "exact",
+        "nearest size",
+        "size on a log scale",
+        "beyond the largest",
+        "flag before size",
+        "dtype before flag",
+        "unseen dtype",
+    ],
 )
 def test_nearest(wanted, found):
     made = DecisionTable(STAMP)
