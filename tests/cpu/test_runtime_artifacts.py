@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton")
 
 from fla_safe.runtime import artifacts, spill, triton_cache  # noqa: E402
 from fla_safe.runtime.artifacts import ArtifactStore  # noqa: E402
+from fla_safe.runtime.directories import remove_stale  # noqa: E402
 from fla_safe.runtime.groups import RECORD, DamageError, FileSeal, GroupRecord, check_group  # noqa: E402
 from fla_safe.runtime.roots import ArtifactSpaceError  # noqa: E402
 
@@ -250,6 +251,23 @@ def test_no_room_means_unsaved_but_compiled(code, store, monkeypatch, caplog):
     assert "takes no more files" in caplog.text
     monkeypatch.undo()
     assert compile_in(store).metadata.name == "add_kernel"
+
+
+SPILLER = """
+import os, pathlib, sys
+from fla_safe.runtime.spill import Spill
+place = pathlib.Path(sys.argv[1])
+print(Spill(place, place).write("k.cubin", b"x", OSError(28, "No space left on device")), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_spilled_is_cleared(tmp_path):
+    done = subprocess.run([sys.executable, "-c", SPILLER, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    spilled = Path(done.stdout.strip())
+    assert spilled.read_bytes() == b"x"
+    assert remove_stale(tmp_path, keep_job="mine") == (spilled.parent,)
+    assert not spilled.exists()
 
 
 def test_no_room_anywhere_is_a_named_error(store, monkeypatch):

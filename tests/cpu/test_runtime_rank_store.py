@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -22,6 +23,13 @@ def table(warps=2, stamp=STAMP):
     made = DecisionTable(stamp)
     made.put(KEY, Decision(num_warps=warps))
     return made
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_directory(tmp_path, monkeypatch):
+    """What other processes left in the machine's temporary directory is none of these tests' business."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ A bundle or table that cannot be used is one log line that names the reason, and
 """
 
 import logging
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,9 @@ def open_rank_store(
     """
     identity = JobIdentity.read(environ, local_rank)
     root = choose_root(cache_root)
-    removed = remove_stale(root.path, keep_job=identity.job)
+    # The temporary directory too: what did not fit into an earlier job's place was written there.
+    places = {root.path, Path(tempfile.gettempdir())}
+    removed = tuple(path for place in sorted(places) for path in remove_stale(place, keep_job=identity.job))
     directory = RankDirectory.acquire(root.path, identity)
     try:
         made = RankStore(root, directory, ArtifactStore(directory.path, triton=stamp.triton), removed=removed)

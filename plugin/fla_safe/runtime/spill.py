@@ -2,14 +2,16 @@
 
 import errno
 import logging
-import shutil
+import os
+import socket
 import tempfile
 import threading
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from fla_safe.runtime.roots import ArtifactSpaceError
+from fla_safe.runtime.directories import JobIdentity, RankDirectory
+from fla_safe.runtime.roots import ArtifactError, ArtifactSpaceError
 
 __all__ = ["NO_ROOM", "Spill", "write_new"]
 
@@ -44,6 +46,8 @@ def write_new(path: Path, data: bytes) -> Path:
 class Spill:
     """The smaller choice when `directory` takes no more files: a temporary one, for this process only.
 
+    It is locked like a rank's directory, so `remove_stale` of the temporary directory clears it after a killed process.
+
     Args:
         directory: what it stands in for.
         root: where to make it; the system's temporary directory by default.
@@ -52,7 +56,7 @@ class Spill:
     def __init__(self, directory: Path, root: Path | None = None) -> None:
         self._directory = directory
         self._root = root
-        self._place: Path | None = None
+        self._place: RankDirectory | None = None
         self._lock = threading.Lock()
 
     def write(self, name: str, data: bytes, reason: OSError) -> Path:
@@ -67,17 +71,18 @@ class Spill:
         try:
             with self._lock:
                 if self._place is None:
-                    self._place = Path(tempfile.mkdtemp(prefix="fla-safe-spill-", dir=self._root))
+                    mine = JobIdentity(f"spill-{os.getpid()}", socket.gethostname(), "spill")
+                    self._place = RankDirectory.acquire(self._root or Path(tempfile.gettempdir()), mine)
                     log.warning(
                         "fla-safe: %s takes no more files (%s); kernels compiled from now on are not kept",
                         self._directory,
                         reason.strerror,
                     )
-            return write_new(self._place / f"{uuid.uuid4().hex}-{name}", data)
-        except OSError as error:
+            return write_new(self._place.path / f"{uuid.uuid4().hex}-{name}", data)
+        except (OSError, ArtifactError) as error:
             raise ArtifactSpaceError(
                 f"{self._directory} cannot hold a compiled kernel ({reason.strerror}), "
-                f"and neither can the temporary directory ({error.strerror})",
+                f"and neither can the temporary directory ({getattr(error, 'strerror', error)})",
                 "some free space in one of them",
                 "free space, raise the quota, or name another place with --gdn_cache_root",
             ) from error
@@ -85,5 +90,5 @@ class Spill:
     def remove(self) -> None:
         """Delete the files and the directory."""
         if self._place is not None:
-            shutil.rmtree(self._place, ignore_errors=True)
+            self._place.remove()
             self._place = None
