@@ -5,7 +5,6 @@ Triton keeps a call's arguments in `self.nargs`, its timings in `self.configs_ti
 Here every tuning works on a private copy of the autotuner, and a call that finds its decision takes no lock.
 """
 
-import copy
 import logging
 import math
 import threading
@@ -84,7 +83,7 @@ class Tuning:
             return tuner.fn.run(*args, **kwargs, **config.all_kwargs())
 
         def warmup(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-            return stock_warmup(copy.copy(tuner), *args, **kwargs)
+            return stock_warmup(_copy(tuner), *args, **kwargs)
 
         seams.replace(Autotuner, "run", run)
         stock_warmup = seams.replace(Autotuner, "warmup", warmup)
@@ -210,13 +209,20 @@ class Tuning:
             return f"{type(error).__name__}: {error}"
 
 
+def _copy(tuner: Any) -> Any:
+    # Not copy.copy, which leaves a note (`__slotnames__`) on Triton's class.
+    twin = object.__new__(type(tuner))
+    twin.__dict__.update(vars(tuner))
+    return twin
+
+
 def _is(config: Any, decision: Decision) -> bool:
     return not getattr(config, "ir_override", None) and Decision.from_config(config) == decision
 
 
 def _private(tuner: Any, args: tuple[Any, ...]) -> Any:
     """A copy of an autotuner for one call, whose default hooks keep their saved tensors to themselves."""
-    private = copy.copy(tuner)
+    private = _copy(tuner)
     private.nargs = dict(zip(tuner.arg_names, args, strict=False))
     saved: dict[str, Any] = {}
     users = tuner.pre_hook if tuner.user_defined_pre_hook else None
