@@ -36,6 +36,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process th
 SMALL = ("interleaved", 1, 2, 8, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the process with the interpreter")
 def test_under_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
@@ -64,10 +65,11 @@ def test_unpacked_rows_match_the_oracle(rows: int) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("offsets", [None, [0, 1, 104]], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("offsets", [None, [0, 50, 97]], ids=["unpacked", "packed"])
 def test_programs_inside_a_segment_match_the_oracle(offsets: list[int] | None) -> None:
-    segments = None if offsets is None else PackedSegments.prepare(torch.tensor(offsets), 105)
-    assert_close(*both(SMALL, 105, segments=segments, tokens=32))
+    # Of 32 rows: one program may drop its masks, one holds a boundary, one ends four rows too near to the last.
+    segments = None if offsets is None else PackedSegments.prepare(torch.tensor(offsets), 98)
+    assert_close(*both(SMALL, 98, segments=segments, tokens=32))
 
 
 @interpreted
