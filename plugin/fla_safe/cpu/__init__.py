@@ -75,6 +75,11 @@ def activate() -> None:
 
     cuda.install()
     vision.install()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        # Real FLA kernels on request: Triton must learn of it before FLA is imported.
+        from fla_safe.cpu import interpreter
+
+        interpreter.activate()
     _active = True
 
 
