@@ -42,6 +42,7 @@ class Job:
     def command(self) -> list[str]:
         flags = {
             "model": self.model,
+            "template": "qwen3_5",
             "dataset": self.data,
             "output_dir": self.out,
             "tensor_model_parallel_size": self.tp,
@@ -107,6 +108,7 @@ class Job:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "IMAGE_MAX_TOKEN_NUM": "16",
             "TOKENIZERS_PARALLELISM": "false",
             "MODELSCOPE_CACHE": str(self.out / "cache"),
             **({} if ON_GPU else {"FLA_SAFE_CPU": "1", "TORCHDYNAMO_DISABLE": "1"}),
