@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# What:      full fine-tuning of Qwen/Qwen3-Next-80B-A3B-Instruct on packed dialogues: full recompute, optimizer on
+#            the host.
+# Hardware:  2 nodes of 8 GPUs with 80 GB or more.
+# Sizes:     TP1 PP2 EP8 CP1, 8 model replicas, 16 micro-batches a step each; packs of up to 14000 tokens, 1 to a
+#            micro-batch. Sizes from Megatron-Bridge's full fine-tuning recipe (16 GPUs).
+# Expected:  864 GDN kernel calls a step and rank, counted from the sizes. Memory, loss and speed: not verified, see
+#            card.yaml beside this file.
+# How long:  one epoch of your data (EPOCHS); not verified.
+# Use:       DATA=<train.jsonl> OUTPUT=<folder> bash recipes/qwen3_next_80b_a3b/full_2x8.sh [megatron sft flags] on
+#            every node, with its NODE_RANK and the first node's MASTER_ADDR, or under Slurm: sbatch --nodes=2
+#            recipes/slurm.sh recipes/qwen3_next_80b_a3b/full_2x8.sh. MODEL is Qwen/Qwen3-Next-80B-A3B-Instruct if not
+#            set; it may be a checkpoint folder. Further variables of a run are in recipes/environment.sh.
+# Written by scripts/make_recipes.py from recipes/table.toml: change it there.
+set -euo pipefail
+
+RECIPE=${BASH_SOURCE[0]} RECIPE_NODES=2 RECIPE_MODEL=Qwen/Qwen3-Next-80B-A3B-Instruct
+: "${MODEL:=$RECIPE_MODEL}"
+: "${DATA:?a JSONL file of dialogues, or the hub name of a data set}"
+: "${OUTPUT:?a folder to write to, which all nodes share}"
+. "$(dirname "$RECIPE")/../environment.sh"
+. "$(dirname "$RECIPE")/../launch.sh"
+check_inputs
+check_nodes
+check_sizes 1 2 8 1 1 128
+
+exec megatron sft \
+    --gdn_impl fla_safe \
+    --gdn_guard warn \
+    --model "$MODEL" \
+    --dataset "$DATA" \
+    --split_dataset_ratio 0 \
+    --load_from_cache_file true \
+    --dataset_num_proc 8 \
+    --dataloader_num_workers 8 \
+    --packing true \
+    --max_length 14000 \
+    --num_train_epochs "${EPOCHS:-1}" \
+    --micro_batch_size 1 \
+    --global_batch_size 128 \
+    --lr 1e-5 \
+    --min_lr 1e-6 \
+    --lr_warmup_fraction 0.05 \
+    --tensor_model_parallel_size 1 \
+    --pipeline_model_parallel_size 2 \
+    --expert_model_parallel_size 8 \
+    --context_parallel_size 1 \
+    --sequence_parallel false \
+    --moe_permute_fusion true \
+    --moe_grouped_gemm true \
+    --moe_shared_expert_overlap true \
+    --moe_aux_loss_coeff 1e-6 \
+    --recompute_granularity full \
+    --recompute_method uniform \
+    --recompute_num_layers 1 \
+    --tuner_type full \
+    --optimizer_cpu_offload true \
+    --optimizer_offload_fraction 1.0 \
+    --use_precision_aware_optimizer true \
+    --attention_backend flash \
+    --cross_entropy_loss_fusion true \
+    --finetune true \
+    --output_dir "$OUTPUT" \
+    --logging_steps 1 \
+    --report_to tensorboard \
+    --save_steps 200 \
+    --no_save_optim true \
+    --no_save_rng true \
+    "$@"
