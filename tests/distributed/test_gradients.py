@@ -41,7 +41,8 @@ def differences(ours: Gradients, reference: Gradients) -> dict[str, float]:
     """Relative difference of each parameter's gradient."""
     assert ours.keys() == reference.keys()
     assert any("A_log" in name or "lora" in name for name in reference)
-    floor = 1e-6 * max(float(gradient.norm()) for gradient in reference.values())
+    # A vanishing gradient (the decay of a layer that forgets at once) is rounding; it counts against the largest one.
+    floor = 1e-5 * max(float(gradient.norm()) for gradient in reference.values())
     return {
         name: float((ours[name] - reference[name]).norm() / max(float(reference[name].norm()), floor))
         for name in reference
