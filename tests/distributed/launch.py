@@ -42,7 +42,7 @@ class Job:
     def command(self) -> list[str]:
         flags = {
             "model": self.model,
-            "template": "qwen3_5",
+            "template": "qwen3" if self.model.name == "next" else "qwen3_5",
             "dataset": self.data,
             "output_dir": self.out,
             "tensor_model_parallel_size": self.tp,

@@ -3,6 +3,7 @@
 The whole layer runs on each rank in groups of one, from the same weights, and is itself compared with the oracle.
 """
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,6 +161,16 @@ def whole_layer_against_oracle() -> None:
         offsets=None,
     )
     torch.testing.assert_close(out, layer.out_proj(mixed)[0])
+
+    # Megatron's own layer refuses packs in deterministic mode; ours takes them, on the plain-torch kernel.
+    layer.config.deterministic_mode, layer._backend = True, None
+    cu_seqlens = torch.tensor(OFFSETS, dtype=torch.int32)
+    packed = SimpleNamespace(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    whole, _ = layer(x[:, :1], None, packed_seq_params=packed)
+    assert layer.kernel_in_use == "torch"
+    for start, end in pairwise(OFFSETS):
+        if end > start:
+            torch.testing.assert_close(whole[start:end], layer(x[start:end, :1], None)[0])
     print("equal", flush=True)
 
 

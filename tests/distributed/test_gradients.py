@@ -28,10 +28,11 @@ def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., G
     def job(model: str = "moe", **options: object) -> Gradients:
         key = repr((model, sorted(options.items())))
         if key not in known:
-            flags = ("--moe_aux_loss_coeff", "0") if model == "moe" else ()
+            flags = () if model == "dense" else ("--moe_aux_loss_coeff", "0")
             options["flags"] = (*flags, *options.get("flags", ()))  # type: ignore[misc]
             out = tmp_path_factory.mktemp("job")
-            known[key] = Job(tiny / model, tiny / "data" / "train.jsonl", out, **options).gradients()  # type: ignore[arg-type]
+            data = tiny / "data" / ("text.jsonl" if model == "next" else "train.jsonl")
+            known[key] = Job(tiny / model, data, out, **options).gradients()  # type: ignore[arg-type]
         return known[key]
 
     return job
@@ -87,6 +88,23 @@ def test_lora_with_tp2_and_sequence_parallel(
     adapter = next(out.glob("**/adapter_config.json")).parent
     flags = (*LORA, "--adapters", str(adapter))
     assert_same(run(tp=2, sequence_parallel=True, flags=flags), run(flags=flags))
+
+
+def test_qwen3_next_with_tp2_and_sequence_parallel(run: Callable[..., Gradients]) -> None:
+    assert_same(run("next", tp=2, sequence_parallel=True), run("next"))
+
+
+def test_a_distributed_checkpoint_saved_at_tp2_loads_at_tp1(
+    run: Callable[..., Gradients], tiny: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    out = tmp_path_factory.mktemp("checkpoint")
+    flags = ("--moe_aux_loss_coeff", "0", "--lr", "0", "--save_safetensors", "false")
+    saved = Job(tiny / "moe", tiny / "data" / "train.jsonl", out, tp=2, sequence_parallel=True, flags=flags).run()
+    assert saved.returncode == 0, saved.stderr[-4000:]
+    checkpoint = next(out.glob("**/latest_checkpointed_iteration.txt")).parent
+    assert_same(
+        run(flags=("--mcore_model", str(checkpoint), "--no_load_optim", "true", "--no_load_rng", "true")), run()
+    )
 
 
 STOCK = {"gdn_impl": None, "environment": {"TRITON_INTERPRET": "1"}}
