@@ -11,7 +11,8 @@ import dataclasses
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,6 +29,8 @@ from fla_safe.gdn.fused import FusedMixer
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import composed_mixer, mixer
 from fla_safe.gdn.segments import PackedSegments
+from fla_safe.runtime import RuntimeSettings, activate
+from fla_safe.runtime.decisions import DecisionTable
 from gpu_measure import Ceilings, Measurement, measure, measure_ceilings
 
 HIDDEN, KEY_HEADS, VALUE_HEADS, HEAD_DIM, WINDOW = 2048, 16, 32, 128, 4
@@ -171,6 +174,27 @@ class Bench:
         return run
 
 
+@contextmanager
+def frozen_kernels(steps: Iterable[Callable[[], object]], table: Path | None) -> Iterator[None]:
+    """The steady state of a job around the body: the runtime is active, warmed up with `steps`, and frozen.
+
+    `table`: decisions to start from if the file is there; those in use are written back.
+    """
+    known = DecisionTable.load(table) if table is not None and table.is_file() else None
+    runtime = activate(RuntimeSettings(guard="strict", table=known, guarded=("fla", "fla_safe"), audit="off"))
+    try:
+        with runtime.warmup(progress=lambda text: None):
+            for step in steps:
+                step()
+        runtime.freeze()
+        if table is not None:
+            runtime.table.save(table)
+        yield
+        print(f"  frozen: {runtime.counters()}, table {runtime.report()['table_hash'][:12]}")
+    finally:
+        runtime.deactivate()
+
+
 def _stock_norm() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     try:
         from transformer_engine.pytorch import RMSNorm
@@ -205,13 +229,22 @@ def floor_ms(case: Case, ceilings: Ceilings) -> dict[str, float]:
     }
 
 
-def run_case(case: Case, scopes: list[str], repeats: int, composed: bool, ceilings: Ceilings) -> list[dict[str, Any]]:
-    """Measure all ways of one case and print a table a scope."""
+def run_case(
+    case: Case, scopes: list[str], repeats: int, composed: bool, ceilings: Ceilings, table: Path | None
+) -> list[dict[str, Any]]:
+    """Measure all ways of one case and print a table a scope. The frozen ways come after the others, not in turns.
+
+    A process is either in Triton's hands or in the runtime's, and stock must be in Triton's.
+    """
     bench, floors, records = Bench(case), floor_ms(case, ceilings), []
     ways = bench.ways(composed)
     chunk = measure({"chunk": bench.chunk_alone()}, max(3, repeats // 3))["chunk"]
     for scope in scopes:
-        results = measure({name: bench.step(way, scope) for name, way in ways.items()}, repeats)
+        steps = {name: bench.step(way, scope) for name, way in ways.items()}
+        results = measure(steps, repeats)
+        fused = {f"{name}, frozen": step for name, step in steps.items() if name.startswith("fused")}
+        with frozen_kernels(fused.values(), table):
+            results |= measure(fused, repeats)
         floor = floors["around"] + floors["chunk"] + (floors["projections"] if scope == "layer" else 0.0)
         print(
             f"\n{case}: {scope}, forward + backward; floor {floor:.2f} ms; FLA's chunk kernel alone {chunk.busy:.3f} ms"
@@ -280,6 +313,7 @@ def main(
     scope: Annotated[list[str] | None, typer.Option(help="mixer, recompute, layer.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed calls of each way.")] = 15,
     composed: Annotated[bool, typer.Option(help="Also time the composed mixer.")] = False,
+    table: Annotated[Path | None, typer.Option(help="Decision table to start from and to write back.")] = None,
 ) -> None:
     """Measure and print; see the top of this file."""
     if not torch.cuda.is_available():
@@ -299,7 +333,7 @@ def main(
         ]
     records: list[dict[str, Any]] = []
     for case in cases:
-        records += run_case(case, scopes, repeats, composed or quick, ceilings)
+        records += run_case(case, scopes, repeats, composed or quick, ceilings, table)
         torch.cuda.empty_cache()
         if json_path is not None:
             head = {"gpu": torch.cuda.get_device_name(), "versions": versions, "ceilings": dataclasses.asdict(ceilings)}
