@@ -89,7 +89,7 @@ def test_stock_triton_sends_the_same(gpu: Any) -> None:
     stock = [_seen(gpu, call) for call in calls]
     from fla_safe.runtime.decisions import Decision, DecisionTable, Stamp, TuningKey
 
-    table = DecisionTable(Stamp("sm_90", "any", "any"))
+    table = DecisionTable(Stamp.current())
     dtypes = {"x": x.dtype, "y": y.dtype, "out": out.dtype}
     table.put(TuningKey.of("fake_triton.kernels.add", {"width": 32}, dtypes), Decision.from_config(add.best_config))
     runtime = _runtime(table=table)

@@ -231,11 +231,12 @@ def test_strace_sees_no_file_system_call_in_100_steps(fla: str, tmp_path: Path) 
 def test_deactivate_gives_everything_back(gpu: Any) -> None:
     import warnings
 
+    from triton.compiler.compiler import CompiledKernel
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import ConstexprFunction, JITFunction, KernelInterface
 
     def state() -> list[Any]:
-        classes = (Autotuner, JITFunction, KernelInterface, ConstexprFunction)
+        classes = (Autotuner, JITFunction, KernelInterface, ConstexprFunction, CompiledKernel)
         return [dict(vars(c)) for c in classes] + [warnings.showwarning, "tilelang" in sys.modules]
 
     import fla.modules.norm.l2norm as l2norm

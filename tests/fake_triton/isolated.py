@@ -45,7 +45,9 @@ def isolated(function: Callable[..., None]) -> Callable[..., None]:
             return
         path = list(kwargs.get("path") or ())
         environ = dict(kwargs.get("environ") or {})
-        child(function, kwargs, path=path, environ=environ)
+        child(
+            function, {k: str(v) if isinstance(v, Path) else v for k, v in kwargs.items()}, path=path, environ=environ
+        )
 
     test.__signature__ = signature.replace(parameters=outer)  # type: ignore[attr-defined]
     return test

@@ -99,6 +99,8 @@ class Audit:
         if self._show is not None:
             warnings.showwarning = self._show
             self._show = None
+            for entry in [f for f in warnings.filters if f[1] is not None and f[1].pattern == _SYNC_TEXT]:
+                warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
     def reset(self) -> None:
         """All counts to zero."""

@@ -7,8 +7,10 @@ a call whose class has no binary of its own gets the general one instead of a co
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from fla_safe.runtime import triton_cache
 from fla_safe.runtime.guard import Guard
 from fla_safe.runtime.seams import Seams
 
@@ -37,7 +39,8 @@ class Compiling:
         self._jits: dict[int, Any] = {}
 
     def install(self, seams: Seams) -> None:
-        """Exchange `JITFunction._do_compile`."""
+        """Exchange `JITFunction._do_compile` and `CompiledKernel._init_handles`."""
+        from triton.compiler.compiler import CompiledKernel
         from triton.runtime.jit import JITFunction
 
         owner = self
@@ -47,7 +50,17 @@ class Compiling:
         ) -> Any:
             return owner._compile(stock, jit, key, signature, device, constexprs, options, attrs, warmup)
 
+        def _init_handles(compiled: Any) -> None:
+            if compiled.module is None:  # up to 3.6 this builds or reads the C launcher, through Triton's cache
+                with owner._store_scope(getattr(compiled.src, "fn", None)):
+                    stock_init(compiled)
+
         stock = seams.replace(JITFunction, "_do_compile", _do_compile)
+        stock_init = seams.replace(CompiledKernel, "_init_handles", _init_handles)
+
+    def _store_scope(self, jit: Any) -> AbstractContextManager[None]:
+        """Where artifacts of this kernel are kept: in the rank's store, if there is one and the kernel is ours."""
+        return triton_cache.scope() if jit is not None and self.answers_for(_name(jit)) else nullcontext()
 
     def _compile(
         self,
@@ -70,9 +83,8 @@ class Compiling:
                 self.served_general += 1
                 binaries[key] = general
                 return general
-            name = f"{jit.fn.__module__}.{jit.fn.__qualname__}"
-            if self.answers_for(name):
-                self.guard.late_compile(name, _text(jit, signature, device))
+            if self.answers_for(_name(jit)):
+                self.guard.late_compile(_name(jit), _text(jit, signature, device))
         # Two threads that need one binary compile it once; different binaries do not wait for each other.
         with self._locks.setdefault((id(jit), device, key), threading.Lock()):
             binary = binaries.get(key)
@@ -80,7 +92,8 @@ class Compiling:
                 return binary
             self.compiled += 1
             self._jits[id(jit)] = jit
-            binary = stock(jit, key, signature, device, constexprs, options, attrs, warmup)
+            with self._store_scope(jit):
+                binary = stock(jit, key, signature, device, constexprs, options, attrs, warmup)
         if is_general and binary is not None:
             self._general[where] = binary
         return binary
@@ -99,6 +112,10 @@ def _general_form(jit: Any, signature: Any, constexprs: Any, attrs: Any) -> tupl
             constants.append((i, repr(value)))
         types.append(kind)
     return (tuple(types), tuple(constants)), is_general
+
+
+def _name(jit: Any) -> str:
+    return f"{jit.fn.__module__}.{jit.fn.__qualname__}"
 
 
 def _text(jit: Any, signature: Mapping[str, Any], device: int) -> str:
