@@ -1,24 +1,23 @@
-"""Before training, runs every kernel variant that a model's GDN layers can meet: tuned, agreed, compiled, frozen."""
+"""Before training, runs every kernel variant that a model's GDN layers can meet: tuned, checked, agreed, frozen."""
 
-import os
+import atexit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from fla_safe.gdn.backends import Backend
-from fla_safe.gdn.layout import ProjectionLayout
-from fla_safe.gdn.mixer import mixer
-from fla_safe.gdn.segments import PackedSegments
+from fla_safe.gdn.rehearsal import Rows, rehearse
+from fla_safe.gdn.variant import MixerVariant
+from fla_safe.gdn.verify import GoldenCheck, Verdict
+from fla_safe.megatron.consensus import together
 from fla_safe.megatron.layer import SafeForward
 from fla_safe.runtime import Runtime, RuntimeSettings, activate
-from fla_safe.runtime.agreement import Agreement
-from fla_safe.runtime.rank_store import RankStore, open_rank_store
-from fla_safe.runtime.stamp import Stamp
-from fla_safe.runtime.triton_cache import scope
+from fla_safe.runtime.kept import keys_in_use, save_bundle
+from fla_safe.runtime.keys import TuningKey
+from fla_safe.runtime.settle import Check
+from fla_safe.runtime.winners import RepeatCheck
 from fla_safe.settings import Settings
 
 __all__ = ["SteadyState", "Workload", "reach_steady_state"]
@@ -51,40 +50,53 @@ class SteadyState:
 
     Attributes:
         runtime: counters and report.
-        store: this rank's compiled kernels.
-        table_hash: equal on all ranks of one GPU architecture.
-        overruled: decisions of this rank that another rank's replaced.
+        variants: kinds of GDN layers on this rank.
+        given_back: bytes of artifacts of configs that lost.
     """
 
     runtime: Runtime
-    store: RankStore
-    table_hash: str
-    overruled: int
+    variants: tuple[MixerVariant, ...]
+    given_back: int
+
+    @property
+    def table_hash(self) -> str:
+        """Equal on all ranks of one GPU architecture."""
+        return self.runtime.table.hash()
+
+    @property
+    def learned(self) -> bool:
+        """Whether anything was tuned or compiled that a bundle would have spared."""
+        store = self.runtime.store
+        counts = None if store is None else store.store.counts
+        return bool(self.runtime.tuning.rounds or (counts is not None and counts.written > counts.seeded))
+
+    @property
+    def writes_bundle(self) -> bool:
+        """Whether this is the first rank of its GPU architecture that has GDN layers' decisions to save."""
+        agreed = self.runtime.agreed
+        ranks = [] if agreed is None else agreed.ranks.get(self.runtime.stamp.arch, ())
+        return _rank() in ranks[:1]
+
+    def save_bundle(self, directory: Path) -> Path:
+        """Write decisions and kernels as `gdn_bundle.fsb`; with several GPU architectures in the job, one for each.
+
+        Raises:
+            BundleError: the file cannot be written.
+        """
+        agreed, store = self.runtime.agreed, self.runtime.store
+        assert agreed is not None
+        assert store is not None
+        name = "gdn_bundle.fsb" if len(agreed.ranks) == 1 else f"gdn_bundle_{self.runtime.stamp.arch}.fsb"
+        save_bundle(directory / name, self.runtime.table, store.store)
+        return directory / name
 
     def report(self) -> dict[str, Any]:
         """JSON-serialisable."""
+        table = self.runtime.table
         return self.runtime.report() | {
-            "artifacts": {
-                "directory": str(self.store.directory.path),
-                "bundle": self.store.bundle_id,
-                "refused": {path: str(error) for path, error in self.store.refused.items()},
-            },
-            "overruled": self.overruled,
+            "variants": [str(variant) for variant in self.variants],
+            "unverified": [str(key) for key in table if not (entry := table.entry(key)) or not entry.verified],
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Variant:
-    """Layers that run the same kernels with the same keys; `warm` needs no more than this."""
-
-    layout: ProjectionLayout
-    backend: Backend
-    conv_width: int
-    conv_bias: bool
-    parameters: tuple[torch.dtype, ...]
-    norm_eps: float
-    use_qk_l2norm: bool
-    zero_centered_norm: bool
 
 
 def reach_steady_state(
@@ -98,53 +110,55 @@ def reach_steady_state(
     Args:
         models: this rank's model chunks.
         settings: guard mode, bundle and artifact directory.
-        say: told what is being tuned or compiled.
+        say: told what is being tuned, checked or compiled.
 
     Raises:
         AgreementError: a rank failed or went silent; the same error on all ranks, in bounded time.
+        WrongResultsError, NoWorkingConfigError: on the rank whose kernels give wrong results whatever their configs.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    stamp = Stamp.current()
     layers = [m for model in models for m in model.modules() if isinstance(m, SafeForward)]
-    with Agreement.of_job() as agreement:
-        store = open_rank_store(
-            os.environ,
-            stamp,
-            cache_root=settings.artifacts,
-            bundle=settings.bundle,
-            tables=sorted(TABLES.glob("*.json")),
-        )
-        agreed: dict[str, Any] = {}
-
-        def agree(table: Any) -> Any:
-            result = agreement.agree(table, stamp)
-            agreed.update(hash=result.hash, overruled=result.overruled)
-            return result.table
-
-        def progress(text: str) -> None:
-            agreement.progress(text)
-            say(text)
-
+    variants = tuple(dict.fromkeys(_variant(layer, workload, device) for layer in layers))
+    rows = Rows(workload.tokens, workload.batch, workload.packed)
+    with together("taking over Triton"):
         runtime = activate(
-            RuntimeSettings(guard=settings.guard, table=store.table, guarded=GUARDED, agree=agree, audit="sections")
+            RuntimeSettings(
+                guard=settings.guard,
+                guarded=GUARDED,
+                audit="sections",
+                judge=_repeats,
+                isolate=True,
+                cache_root=settings.artifacts,
+                bundle=settings.bundle,
+                tables=sorted(TABLES.glob("*.json")),
+            )
         )
-        with scope(), torch.random.fork_rng(devices=[device]):
-            with runtime.warmup(progress=progress):
-                for variant in dict.fromkeys(_variant(layer, workload, device) for layer in layers):
-                    _warm(variant, workload, device)
-                torch.cuda.synchronize()
-            runtime.freeze(progress=progress)
+    # Takes this rank's directory of artifacts away, too.
+    atexit.register(runtime.deactivate)
+
+    def run_all() -> None:
+        for variant in variants:
+            rehearse(variant, rows, device)
+        torch.cuda.synchronize()
+
+    with torch.random.fork_rng(devices=[device]):
+        with runtime.warmup(progress=say):
+            run_all()
+        checks = {str(v): _golden(v, rows, device) for v in variants if v.backend.name != "torch"}
+        runtime.freeze(progress=say, checks=checks, again=run_all)
+    given_back = 0 if runtime.store is None else runtime.store.store.prune(keys_in_use(runtime.launching))
     torch.cuda.empty_cache()
     for layer in layers:
         layer.section = runtime.section
-    return SteadyState(runtime, store, agreed["hash"], agreed["overruled"])
+    return SteadyState(runtime, variants, given_back)
 
 
-def _variant(layer: SafeForward, workload: Workload, device: torch.device) -> _Variant:
+def _variant(layer: SafeForward, workload: Workload, device: torch.device) -> MixerVariant:
     weight, bias, A_log, dt_bias = layer._mixer_parameters()
-    return _Variant(
+    return MixerVariant(
         layer._mixer_layout,
         layer.backend_for(device, workload.dtype),
+        workload.dtype,
         weight.shape[-1],
         bias is not None,
         (weight.dtype, A_log.dtype, dt_bias.dtype, layer.out_norm.weight.dtype),
@@ -154,51 +168,26 @@ def _variant(layer: SafeForward, workload: Workload, device: torch.device) -> _V
     )
 
 
-def _warm(variant: _Variant, workload: Workload, device: torch.device) -> None:
-    """Forward and backward, plain and under recomputation, at the longest row and at rows of awkward lengths."""
-    for tokens in dict.fromkeys((workload.tokens, 1, 63, 64, 65, 272)):
-        if tokens > workload.tokens:
-            continue
-        segments = None
-        if workload.packed:
-            bounds = sorted({0, 1, tokens // 3, tokens // 2, tokens})
-            offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-            segments = PackedSegments.prepare(offsets, tokens, device=device)
-        for recompute in (False, True):
-            _run(variant, workload, tokens, segments, recompute, device)
+def _golden(variant: MixerVariant, rows: Rows, device: torch.device) -> Check:
+    """The check of one variant; what a table says was checked before is looked at once, not for repeats."""
+    golden: list[GoldenCheck] = []
+
+    def check(verified: bool) -> Verdict:
+        if not golden:
+            golden.append(GoldenCheck(variant, device, packed=rows.packed, batch=rows.batch))
+        return golden[0](repeats=1 if verified else None)
+
+    return check
 
 
-def _run(
-    variant: _Variant,
-    workload: Workload,
-    tokens: int,
-    segments: PackedSegments | None,
-    recompute: bool,
-    device: torch.device,
-) -> None:
-    layout = variant.layout
-    weight_dtype, A_dtype, bias_dtype, norm_dtype = variant.parameters
+def _repeats(key: TuningKey, config: Any, launch: Callable[[], Any], named: dict[str, Any]) -> str | None:
+    """Winners repeat bit for bit at the job's own sizes; whether they are right, the golden check says."""
+    if not any(key.kernel.startswith(f"{package}.") for package in GUARDED):
+        return None  # another library's kernel may be meant to add in any order
+    return RepeatCheck()(key, config, launch, named)
 
-    def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
 
-    proj = random(tokens, 1 if workload.packed else workload.batch, layout.proj_dim, dtype=workload.dtype)
+def _rank() -> int:
+    import torch.distributed as dist
 
-    def forward(proj: torch.Tensor) -> torch.Tensor:
-        return mixer(
-            proj,
-            layout=layout,
-            conv_weight=random(layout.conv_dim, variant.conv_width, dtype=weight_dtype),
-            conv_bias=random(layout.conv_dim, dtype=weight_dtype) if variant.conv_bias else None,
-            A_log=random(layout.value_heads, dtype=A_dtype),
-            dt_bias=random(layout.value_heads, dtype=bias_dtype),
-            norm_weight=random(layout.value_dim, dtype=norm_dtype),
-            norm_eps=variant.norm_eps,
-            segments=segments,
-            kernel=variant.backend,
-            use_qk_l2norm=variant.use_qk_l2norm,
-            zero_centered_norm=variant.zero_centered_norm,
-        )
-
-    out = checkpoint(forward, proj, use_reentrant=True) if recompute else forward(proj)
-    out.sum().backward()
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

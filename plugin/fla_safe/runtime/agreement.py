@@ -70,6 +70,7 @@ class Agreement:
         self.rank = rank
         self.world_size = world_size
         self._peers: Peers | None = None
+        self._turns = itertools.count()
         if store is not None and world_size > 1:
             prefix = f"fla_safe/{name if name is not None else next(_rounds)}/"
             self._peers = Peers(store, rank, world_size, limits or Limits(), prefix)
@@ -132,24 +133,47 @@ class Agreement:
         ranks = {arch: tuple(g["ranks"]) for arch, g in result.items()}
         return Agreed(agreed, agreed.hash(), ranks, group["overruled"], time.monotonic() - start)
 
+    def share(self, value: Any) -> list[Any]:
+        """Values of all ranks in order, the same list on each; `value` must be JSON-serialisable.
+
+        Raises:
+            AgreementError: as `agree`.
+        """
+        if self._peers is None:
+            return [value]
+        peers, turn = self._peers, next(self._turns)
+        try:
+            peers.post(f"{turn}/value/{self.rank}", zlib.compress(json.dumps(value).encode()))
+            if self.rank == 0:
+                values = peers.gather(f"{turn}/value")
+                every = [json.loads(zlib.decompress(values[rank])) for rank in range(self.world_size)]
+                peers.post(f"{turn}/values", zlib.compress(json.dumps(every).encode()))
+                return every
+            every = json.loads(zlib.decompress(peers.wait_for(f"{turn}/values")))
+        except StoreUnreachableError as error:
+            raise peers.lost(error) from error
+        return every
+
     def _exchange(self, peers: Peers, mine: DecisionTable, stamp: Stamp) -> dict[str, dict[str, Any]]:
-        peers.post(f"table/{self.rank}", zlib.compress(mine.to_json().encode()))
+        turn = next(self._turns)
+        peers.post(f"{turn}/table/{self.rank}", zlib.compress(mine.to_json().encode()))
         if self.rank == 0:
-            result = _decide(peers)
-            peers.post("result", zlib.compress(json.dumps(result).encode()))
+            result = _decide(peers, turn)
+            peers.post(f"{turn}/result", zlib.compress(json.dumps(result).encode()))
         else:
-            result = json.loads(zlib.decompress(peers.wait_for("result")))
-        peers.post(f"hash/{self.rank}", DecisionTable.from_json(result[stamp.arch]["table"]).hash().encode())
+            result = json.loads(zlib.decompress(peers.wait_for(f"{turn}/result")))
+        mine = DecisionTable.from_json(result[stamp.arch]["table"])
+        peers.post(f"{turn}/hash/{self.rank}", mine.hash().encode())
         if self.rank == 0:
-            _compare(peers, result)
-            peers.post("commit", b"1")
+            _compare(peers, result, turn)
+            peers.post(f"{turn}/commit", b"1")
         else:
-            peers.wait_for("commit")
+            peers.wait_for(f"{turn}/commit")
         return result
 
 
-def _decide(peers: Peers) -> dict[str, dict[str, Any]]:
-    tables = {r: _parse(peers, r, raw) for r, raw in peers.gather("table").items()}
+def _decide(peers: Peers, turn: int) -> dict[str, dict[str, Any]]:
+    tables = {r: _parse(peers, r, raw) for r, raw in peers.gather(f"{turn}/table").items()}
     merged: dict[str, DecisionTable] = {}
     ranks: dict[str, list[int]] = {}
     overruled: dict[str, int] = {}
@@ -185,8 +209,8 @@ def _parse(peers: Peers, rank: int, raw: bytes) -> DecisionTable:
         ) from error
 
 
-def _compare(peers: Peers, result: Mapping[str, Mapping[str, Any]]) -> None:
-    hashes = peers.gather("hash")
+def _compare(peers: Peers, result: Mapping[str, Mapping[str, Any]], turn: int) -> None:
+    hashes = peers.gather(f"{turn}/hash")
     for group in result.values():
         for rank in group["ranks"]:
             if hashes[rank].decode() != group["hash"]:

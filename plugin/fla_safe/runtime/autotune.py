@@ -44,6 +44,12 @@ class Tuning:
         answers_for: whether a kernel, by name, is one of ours; others are only made thread-safe.
         judge: checks winners before they enter the table.
         told: called after each round of tuning.
+
+    Attributes:
+        asked: every key that was looked up since `forget`, with the decisions that it may have, fastest first.
+        banned: reasons against decisions by key; none of them is ever chosen again.
+        trying: told of each config before it is benchmarked or judged.
+        elsewhere: asked to put a decision for a key into the table before it is tuned here.
     """
 
     def __init__(
@@ -65,6 +71,11 @@ class Tuning:
         self.rounds = 0
         self.seconds = 0.0
         self.rejected: dict[str, dict[str, str]] = {}
+        self.asked: dict[TuningKey, tuple[Decision, ...]] = {}
+        self.banned: dict[TuningKey, dict[Decision, str]] = {}
+        self.trying: Callable[[TuningKey, Any], None] | None = None
+        self.elsewhere: Callable[[TuningKey], None] | None = None
+        self._trials: dict[TuningKey, dict[Decision, float]] = {}
         self._memory: dict[int, tuple[Any, dict[Any, Any]]] = {}
         # One round of tuning at a time: parallel benchmarks on one device would measure each other. Only calls that
         # have nothing to run with wait for it, and it is re-entrant because a hook may call a tuned kernel.
@@ -91,6 +102,20 @@ class Tuning:
     def forget(self) -> None:
         """Ask the table again for every key; after the table was replaced."""
         self._memory = {}
+        self.asked = {}
+
+    def ban(self, key: TuningKey, decision: Decision, reason: str) -> None:
+        """Never choose this decision for this key again. The next fastest takes its place, or the key is tuned anew."""
+        banned = self.banned.setdefault(key, {})
+        banned.setdefault(decision, reason)
+        self.rejected.setdefault(str(key), {})[str(decision)] = reason
+        if self.table.get(key) == decision:
+            self.table.discard(key)
+            trials = {d: t for d, t in self._trials.get(key, {}).items() if d not in banned}
+            if trials:
+                best = min(trials, key=lambda d: trials[d])
+                self.table.put(key, best, median_us=trials[best] * 1000)
+        self.forget()
 
     def choose(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Config for one call.
@@ -124,6 +149,7 @@ class Tuning:
     def _decide(self, tuner: Any, key: TuningKey, args: Any, kwargs: Any, named: dict[str, Any]) -> Any:
         private = _private(tuner, args)
         offered = list(private.prune_configs(kwargs))
+        self._note(key, offered)
         config = self._known(key, offered)
         if config is not None:
             return config
@@ -133,6 +159,9 @@ class Tuning:
         if not late or self.guard.mode == "off":
             with self._one_round:
                 config = self._known(key, offered)
+                if config is None and self.elsewhere is not None and self.answers_for(key.kernel):
+                    self.elsewhere(key)
+                    config = self._known(key, offered)
                 return self._tune(private, key, args, kwargs, named, offered) if config is None else config
         near = self.table.nearest(key)
         config = offered[0]
@@ -141,10 +170,17 @@ class Tuning:
         self.guard.late_tune(key.kernel, str(key), f"{config} is used without a benchmark")
         return config
 
+    def _note(self, key: TuningKey, offered: list[Any]) -> None:
+        trials, banned = self._trials.get(key, {}), self.banned.get(key, {})
+        decisions = [Decision.from_config(c) for c in offered if not getattr(c, "ir_override", None)]
+        self.asked[key] = tuple(
+            sorted((d for d in decisions if d not in banned), key=lambda d: trials.get(d, math.inf))
+        )
+
     def _known(self, key: TuningKey, offered: list[Any]) -> Any | None:
-        """The table's decision, if the kernel still offers it for these arguments."""
+        """The table's decision, if the kernel still offers it for these arguments and nothing speaks against it."""
         decision = self.table.get(key)
-        if decision is None:
+        if decision is None or decision in self.banned.get(key, {}):
             return None
         try:
             return decision.select(offered, key.kernel)
@@ -155,15 +191,21 @@ class Tuning:
     def _tune(self, private: Any, key: TuningKey, args: Any, kwargs: Any, named: Any, offered: list[Any]) -> Any:
         began = time.perf_counter()
         times: dict[int, float] = {}
-        reasons: dict[str, str] = {}
+        banned = self.banned.get(key, {})
+        reasons: dict[str, str] = {str(decision): reason for decision, reason in banned.items()}
+        everything, offered = offered, [c for c in offered if not any(_is(c, d) for d in banned)]
         if len(offered) > 1 or self.judge is not None:
             for i, config in enumerate(offered):
+                if self.trying is not None:
+                    self.trying(key, config)
                 times[i] = _milliseconds(private, config, args, kwargs, reasons)
         order = sorted(
             (i for i in range(len(offered)) if times.get(i, 0.0) < math.inf), key=lambda i: times.get(i, 0.0)
         )
         winner = None
         for i in order:
+            if self.trying is not None:
+                self.trying(key, offered[i])
             reason = self._judged(private, key, offered[i], args, kwargs, named)
             if reason is None:
                 winner = i
@@ -176,12 +218,17 @@ class Tuning:
             self.rejected[str(key)] = reasons
         if winner is None:
             raise NoWorkingConfigError(
-                f"none of the {len(offered)} configs of {key} works: "
+                f"none of the {len(everything)} configs of {key} works: "
                 + "; ".join(f"[{config}] {reason}" for config, reason in list(reasons.items())[:4]),
                 "at least one config that compiles, launches and gives right results",
                 "look at the first reason; if memory ran out, tune before the optimizer is made",
             )
         config = offered[winner]
+        self._trials[key] = {
+            Decision.from_config(c): times[i]
+            for i, c in enumerate(offered)
+            if times.get(i, math.inf) < math.inf and str(c) not in reasons and not getattr(c, "ir_override", None)
+        }
         if times:
             private.pre_hook({**named, **kwargs, **config.all_kwargs()}, reset_only=True)
         if not getattr(config, "ir_override", None):

@@ -128,6 +128,11 @@ class DecisionTable:
         with self._lock:
             self._entries[key] = Entry(decision, median_us, verified, source)
 
+    def discard(self, key: TuningKey) -> None:
+        """Remove the decision for one key, if there is one."""
+        with self._lock:
+            self._entries.pop(key, None)
+
     def nearest(self, key: TuningKey) -> Neighbour | None:
         """The closest decision of the same kernel: same dtypes first, then same flags, then sizes on a log scale.
 

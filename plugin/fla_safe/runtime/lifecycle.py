@@ -11,12 +11,15 @@ rt.deactivate()                                  # everything as it was
 
 import contextlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from fla_safe.runtime.agreement import Agreed, Agreement
 from fla_safe.runtime.audit import Audit, AuditScope
 from fla_safe.runtime.autotune import Judge, Tuning
 from fla_safe.runtime.compiling import Compiling
@@ -25,7 +28,9 @@ from fla_safe.runtime.guard import Guard, GuardMode
 from fla_safe.runtime.kernels import Kernel, describe, without_specialisation
 from fla_safe.runtime.launch import Launching
 from fla_safe.runtime.probes import PACKAGES, Probes
+from fla_safe.runtime.rank_store import RankStore, open_rank_store
 from fla_safe.runtime.seams import Seams
+from fla_safe.runtime.settle import Check, Settled, settle
 from fla_safe.runtime.stamp import Stamp
 
 __all__ = ["Phase", "Runtime", "RuntimeSettings", "activate", "active"]
@@ -47,8 +52,13 @@ class RuntimeSettings:
         guarded: module prefixes of the kernels this runtime answers for; empty means every Triton kernel.
         audit: which file operations are counted after the freeze (`Audit`).
         watch_syncs: count synchronizing CUDA calls inside `Runtime.section`.
-        judge: accepts or refuses winners of tuning.
-        agree: called at the freeze with this rank's table; returns the table of all ranks.
+        judge: accepts or refuses winners of tuning (`winners.RepeatCheck`, for one).
+        agree: at the freeze, hold one table on all ranks of the default process group (`Agreement`).
+        isolate: keep compiled kernels in a directory of this rank (`open_rank_store`), seeded from `bundle`.
+        cache_root: where that directory lies; None chooses.
+        bundle: decisions and kernels to start from.
+        tables: decision tables to try in order when the bundle has none that fits.
+        local_rank: rank on this host, if known better than from the environment.
     """
 
     guard: GuardMode = "warn"
@@ -59,7 +69,12 @@ class RuntimeSettings:
     audit: AuditScope = "sections"
     watch_syncs: bool = False
     judge: Judge | None = None
-    agree: Callable[[DecisionTable], DecisionTable] | None = None
+    agree: bool = True
+    isolate: bool = False
+    cache_root: Path | None = None
+    bundle: Path | None = None
+    tables: Sequence[Path] = ()
+    local_rank: int | None = None
 
 
 _active: "Runtime | None" = None
@@ -67,7 +82,12 @@ _activation = threading.Lock()
 
 
 def activate(settings: RuntimeSettings | None = None) -> "Runtime":
-    """Take over Triton's tuning, compiling and launching in this process. A second call returns the same runtime."""
+    """Take over Triton's tuning, compiling and launching in this process. A second call returns the same runtime.
+
+    Raises:
+        StampMismatchError: `settings.table` was made for other hardware or versions.
+        ArtifactError: `settings.isolate` and there is no place for this rank's directory.
+    """
     global _active
     with _activation:
         if _active is None:
@@ -89,7 +109,15 @@ class Runtime:
         self.guard = Guard(settings.guard)
         self.audit = Audit(settings.audit, watch_syncs=settings.watch_syncs)
         self.probes = Probes(settings.packages)
-        table = settings.table if settings.table is not None else DecisionTable(Stamp.current())
+        self.stamp = Stamp.current()
+        if settings.table is not None:
+            settings.table.stamp.require(
+                self.stamp, "the decision table", "give one made here, or none and let it tune"
+            )
+        self._seams = Seams()
+        self.store = self._open_store() if settings.isolate else None
+        found = self.store.table if self.store is not None else None
+        table = next((t for t in (settings.table, found) if t is not None), DecisionTable(self.stamp))
         self.tuning = Tuning(
             table,
             self.guard,
@@ -103,7 +131,9 @@ class Runtime:
         self.freeze_seconds = 0.0
         self._known: dict[int, tuple[Any, Kernel | None]] = {}
         self._progress: Callable[[str], None] = _say
-        self._seams = Seams()
+        self._agreement: Agreement | None = None
+        self.agreed: Agreed | None = None
+        self.settled: Settled | None = None
         self._describing = threading.Lock()
         try:
             for part in (self.probes, self.tuning, self.compiling, self.launching):
@@ -133,8 +163,14 @@ class Runtime:
         before, shown = self.phase, self._progress
         self._progress = progress or shown
         self._thaw("warm-up")
+        # Opened here and closed by the freeze, so that the other ranks can tell slow from dead meanwhile.
+        agreement = self._open_agreement()
         try:
             yield self
+        except BaseException as error:
+            self._agreement = None
+            agreement.__exit__(type(error), error, error.__traceback__)
+            raise
         finally:
             self._progress = shown
             self.phase = "open"
@@ -147,6 +183,8 @@ class Runtime:
         *,
         devices: Collection[int] = (),
         progress: Callable[[str], None] | None = None,
+        checks: Mapping[str, Check] | None = None,
+        again: Callable[[], None] = lambda: None,
     ) -> None:
         """Agree on one table, compile every class of calls that was seen, make direct launches, forbid the rest.
 
@@ -154,13 +192,26 @@ class Runtime:
             guard: replaces the mode given at activation.
             devices: GPUs of this process that will run the kernels; default are those of the calls seen.
             progress: told of each kernel that is planned.
+            checks: by name; what a config fails on one rank is banned on all (`settle`).
+            again: runs what the warm-up ran, for keys whose decision was banned.
+
+        Raises:
+            WrongResultsError: a check fails whatever the configs are.
+            AgreementError: a rank failed; the same error on all ranks, in bounded time.
         """
         began = time.perf_counter()
         self._thaw("warm-up")
         self.probes.settle(self._seams)
-        if self.settings.agree is not None:
-            self.tuning.table = self.settings.agree(self.tuning.table)
-            self.tuning.forget()
+        agreement, self._agreement = self._open_agreement(), None
+        with agreement:
+            self._agreement = agreement
+            try:
+                self.settled = settle(
+                    self.tuning, agreement, self.stamp, checks or {}, again=again, tell=self._say_progress
+                )
+            finally:
+                self._agreement = None
+        self.agreed = self.settled.agreed
         self.launching.freeze(devices, progress or self._progress)
         if guard is not None:
             self.guard.mode = guard
@@ -204,6 +255,8 @@ class Runtime:
             },
             "counters": self.counters(),
             "file_examples": list(self.audit.examples),
+            "agreement": self._agreement_report(),
+            "store": self._store_report(),
         }
 
     def deactivate(self) -> None:
@@ -214,6 +267,9 @@ class Runtime:
                 return
             self.guard.frozen = False
             self.audit.stop()
+            if self._agreement is not None:
+                self._agreement.__exit__(None, None, None)
+                self._agreement = None
             self._seams.restore()
             self.phase = "inactive"
             if _active is self:
@@ -234,6 +290,39 @@ class Runtime:
                     self._unspecialise(kernel)
                 known = self._known[id(outer)] = (outer, kernel)
         return known[1]
+
+    def _open_store(self) -> RankStore:
+        s = self.settings
+        store = open_rank_store(
+            os.environ,
+            self.stamp,
+            local_rank=s.local_rank,
+            cache_root=s.cache_root,
+            bundle=s.bundle,
+            tables=s.tables,
+        )
+        self._seams.on_restore(store.close)
+        return store
+
+    def _open_agreement(self) -> Agreement:
+        if self._agreement is None:
+            self._agreement = Agreement.of_job() if self.settings.agree else Agreement(None, 0, 1)
+            self._agreement.__enter__()
+        return self._agreement
+
+    def _agreement_report(self) -> dict[str, Any] | None:
+        a = self.agreed
+        if a is None:
+            return None
+        ranks = {arch: list(numbers) for arch, numbers in a.ranks.items()}
+        return {"ranks": ranks, "overruled": a.overruled, "seconds": round(a.seconds, 3)}
+
+    def _store_report(self) -> dict[str, Any] | None:
+        s = self.store
+        if s is None:
+            return None
+        refused = {path: str(error) for path, error in s.refused.items()}
+        return {"directory": str(s.directory.path), "bundle": s.bundle_id, "refused": refused}
 
     def _answers_for(self, kernel: str) -> bool:
         guarded = self.settings.guarded
@@ -259,8 +348,13 @@ class Runtime:
         self.launching.thaw()
         self.phase = phase
 
+    def _say_progress(self, text: str) -> None:
+        self._progress(text)
+        if self._agreement is not None:
+            self._agreement.progress(text)
+
     def _tuned(self, key: TuningKey, configs: int, seconds: float) -> None:
-        self._progress(f"tuned {key.kernel.rsplit('.', 1)[-1]} ({configs} configs, {seconds:.1f} s)")
+        self._say_progress(f"tuned {key.kernel.rsplit('.', 1)[-1]} ({configs} configs, {seconds:.1f} s)")
 
 
 def _say(text: str) -> None:

@@ -1,11 +1,13 @@
 """Brings ms-swift's job to the steady state: kernels warmed up and frozen before the optimizer takes its memory."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from swift.utils import get_logger
 
+from fla_safe.errors import FlaSafeError
 from fla_safe.megatron.warmup import SteadyState, Workload, reach_steady_state
 from fla_safe.settings import Settings
 
@@ -22,6 +24,9 @@ def steady_state() -> SteadyState | None:
 
 def freeze_kernels(args: Any, models: Sequence[torch.nn.Module], settings: Settings) -> None:
     """Warm up for the rows that `args` describes and freeze, once in a process; nothing on a CPU.
+
+    What was tuned and compiled is left in `gdn_bundle.fsb` in the output directory: with `--gdn_bundle` and that file
+    the next start takes seconds.
 
     Raises:
         AgreementError: see `reach_steady_state`.
@@ -42,3 +47,10 @@ def freeze_kernels(args: Any, models: Sequence[torch.nn.Module], settings: Setti
     _steady = reach_steady_state(models, settings, workload, lambda text: logger.info(f"fla-safe: {text}"))
     timings = _steady.runtime.report()["timings"]
     logger.info(f"fla-safe: kernels are frozen, table {_steady.table_hash[:12]}, {timings}")
+    if _steady.learned and _steady.writes_bundle and getattr(args, "output_dir", None):
+        try:
+            path = _steady.save_bundle(Path(args.output_dir))
+        except (FlaSafeError, OSError) as error:
+            logger.warning(f"fla-safe: no bundle is written: {error}")
+        else:
+            logger.info(f"fla-safe: for a start within seconds next time: --gdn_bundle {path}")
