@@ -14,6 +14,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = Path(__file__).with_name("gradient_probe.py")
 ON_GPU = torch.cuda.is_available()
+MODEL_TYPES = {"moe": "qwen3_5_moe", "dense": "qwen3_5", "next": "qwen3_next"}
+"""ms-swift's name of a checkpoint's family, by the checkpoint's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Job:
     def command(self) -> list[str]:
         flags = {
             "model": self.model,
+            "model_type": MODEL_TYPES[self.model.name],
             "template": "qwen3" if self.model.name == "next" else "qwen3_5",
             "dataset": self.data,
             "output_dir": self.out,
