@@ -191,7 +191,7 @@ class Runtime:
         Args:
             guard: replaces the mode given at activation.
             devices: GPUs of this process that will run the kernels; default are those of the calls seen.
-            progress: told of each kernel that is planned.
+            progress: told of each check, and of each kernel that is planned.
             checks: by name; what a config fails on one rank is banned on all (`settle`).
             again: runs what the warm-up ran, for keys whose decision was banned.
 
@@ -202,15 +202,15 @@ class Runtime:
         began = time.perf_counter()
         self._thaw("warm-up")
         self.probes.settle(self._seams)
-        agreement, self._agreement = self._open_agreement(), None
+        agreement, shown = self._open_agreement(), self._progress
+        self._progress = progress or shown
         with agreement:
-            self._agreement = agreement
             try:
                 self.settled = settle(
                     self.tuning, agreement, self.stamp, checks or {}, again=again, tell=self._say_progress
                 )
             finally:
-                self._agreement = None
+                self._agreement, self._progress = None, shown
         self.agreed = self.settled.agreed
         self.launching.freeze(devices, progress or self._progress)
         if guard is not None:

@@ -129,7 +129,7 @@ def _check(
             break
         for key, decision in guilty:
             reason = f"{failure} ({name})"
-            tell(f"{key} must not run with [{decision}]: {reason}")
+            tell(f"{key.kernel.rsplit('.', 1)[-1]} must not run with [{decision}]: {reason}")
             tuning.ban(key, decision, reason)
             bans.append({"kernel": key.kernel, "parts": key.parts, "decision": decision.as_dict(), "reason": reason})
         if any(key not in tuning.table for key, _ in guilty):
