@@ -34,6 +34,7 @@ class Job:
     gdn_impl: str | None = "fla_safe"
     iterations: int = 1
     flags: tuple[str, ...] = ()
+    plugins: tuple[Path, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -99,7 +100,8 @@ class Job:
             (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))
             for name, value in flags.items()
         ]
-        return [str(megatron), "sft", *itertools.chain(*pairs), *self.flags]
+        plugins = ("--external_plugins", *map(str, self.plugins)) if self.plugins else ()
+        return [str(megatron), "sft", *itertools.chain(*pairs), *plugins, *self.flags]
 
     def run(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         with socket.socket() as probe:
@@ -128,7 +130,8 @@ class Job:
         probed = Job(
             **{
                 **{name: getattr(self, name) for name in self.__slots__},
-                "flags": (*self.flags, "--external_plugins", str(PROBE), "--callbacks", "gradient_probe"),
+                "flags": (*self.flags, "--callbacks", "gradient_probe"),
+                "plugins": (*self.plugins, PROBE),
                 "environment": {**self.environment, "PROBE_OUT": str(path)},
             }
         )
