@@ -15,6 +15,7 @@ import triton
 import typer
 
 from fla_safe.gdn import fused_launch as launch
+from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
 
@@ -39,7 +40,7 @@ class Kernels:
         self.norm_weight, self.o, self.dout = normal(V), normal(1, rows, HV, V), normal(rows, 1, HV * V)
         gate = normal(1, rows, HV, kind=torch.float32)
         q, v = (1, rows, H, K), (1, rows, HV, V)
-        self.grads = launch.KernelGrads(normal(*q), normal(*q), normal(*v), gate, normal(1, rows, HV))
+        self.grads = KernelGrads(normal(*q), normal(*q), normal(*v), gate, normal(1, rows, HV))
         self.qkv_bytes = rows * layout.conv_dim * dtype.itemsize
         self.o_bytes = rows * layout.value_width * dtype.itemsize
 

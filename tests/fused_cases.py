@@ -9,6 +9,7 @@ import torch
 from fla_safe.gdn import fused_launch
 from fla_safe.gdn.backends import resolve
 from fla_safe.gdn.fused import FusedMixer
+from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import composed_mixer
 from fla_safe.gdn.torch_chunk import torch_chunk_gated_delta_rule
@@ -21,15 +22,17 @@ type Heads = tuple[str, int, int, int, int]
 class TorchKernel:
     """The torch gated delta rule with the interface of a kernel outside autograd."""
 
-    def forward(self, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, segments: Any) -> tuple[Any, Any]:
+    def forward(
+        self, q: Any, k: Any, v: Any, g: Any, beta: Any, scale: float, segments: Any, keep_states: bool = False
+    ) -> tuple[Any, Any]:
         o = torch_chunk_gated_delta_rule(q, k, v, g, beta, scale, segments)
         return o.contiguous(), (q, k, v, g, beta)
 
-    def backward(self, saved: Any, do: Any, scale: float, segments: Any, key_heads: int) -> tuple[Any, ...]:
+    def backward(self, saved: Any, do: Any, scale: float, segments: Any, key_heads: int) -> KernelGrads:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in saved]
             o = torch_chunk_gated_delta_rule(*leaves, scale, segments)
-        return tuple(x.contiguous() for x in torch.autograd.grad(o, leaves, do))
+        return KernelGrads(*(x.contiguous() for x in torch.autograd.grad(o, leaves, do)))
 
 
 def parameters(layout: ProjectionLayout, window: int = 4, bias: bool = True) -> dict[str, torch.Tensor | None]:

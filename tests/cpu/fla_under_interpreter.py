@@ -2,7 +2,10 @@
 
 import os
 import sys
+from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +14,14 @@ from gdn_cases import mixer_parameters, rule_inputs, segments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gdn_torch import with_grads
+from torch.utils.checkpoint import checkpoint
 
 from fla_safe.cpu import interpreter
-from fla_safe.gdn import calls, fla_chunk, ops, oracle
+from fla_safe.gdn import calls, fla_chunk, fla_parts, ops, oracle
 from fla_safe.gdn.backends import resolve
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import composed_mixer
+from fla_safe.gdn.rebind import unwrap
 from fla_safe.gdn.segments import PackedSegments
 
 interpreter.activate()
@@ -68,6 +73,56 @@ def test_drawn_lengths_heads_and_dims(lengths: list[int], H: int, r: int, K: int
     inputs = rule_inputs(1, segments.total, (H, H * r), (K, V), dtype=torch.float32, seed=K)
     actual = with_grads(ops.gated_delta_rule, inputs, segments=segments, kernel=KERNEL)
     assert_near_the_oracle(actual, inputs, 1e-5, offsets=segments.offsets_host)
+
+
+def test_steps_and_whole_functions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = fla_chunk.load()
+    assert (kernel.parts is not None) == kernel.native_gva
+    segments = segments_of([1, 64, 5])
+    inputs = rule_inputs(1, segments.total, (1, 2), (16, 16), dtype=torch.float32)
+    steps = with_grads(ops.gated_delta_rule, inputs, segments=segments, kernel=KERNEL)
+    monkeypatch.setattr(fla_chunk, "load", lambda: replace(kernel, parts=None))
+    whole = with_grads(ops.gated_delta_rule, inputs, segments=segments, kernel=KERNEL)
+    for a, b in zip(steps, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_recomputation_leaves_the_states_to_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = fla_chunk.load()
+    if kernel.parts is None:
+        return  # 0.4.2
+    runs: list[str] = []
+
+    def counted(name: str) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            runs.append(name)
+            return getattr(kernel.parts, name)(*args, **kwargs)
+
+        return run
+
+    parts = replace(kernel.parts, **{name: counted(name) for name in ("intra", "states", "representation")})
+    monkeypatch.setattr(fla_chunk, "load", lambda: replace(kernel, parts=parts))
+    inputs = [x.requires_grad_() for x in rule_inputs(1, 66, (1, 2), (16, 16), dtype=torch.float32)]
+    rule = partial(ops.gated_delta_rule, segments=segments_of([65, 1]), kernel=KERNEL)
+    plain = torch.autograd.grad(rule(*inputs).sum(), inputs)
+    assert runs == ["intra", "states", "representation", "states"]
+    runs.clear()
+    again = torch.autograd.grad(checkpoint(rule, *inputs, use_reentrant=False).sum(), inputs)
+    assert runs == ["intra", "states"] * 2
+    for a, b in zip(again, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_an_unknown_structure_is_refused() -> None:
+    if fla_chunk.load().parts is None:
+        return  # 0.4.2
+    from fla.ops.gated_delta_rule import chunk
+
+    assert fla_parts.load_parts(chunk, {}) is not None
+    function = unwrap(chunk.chunk_bwd_dqkwg)
+    assert fla_parts.without(function, ("dg = dg.sum(1)",)) is None
+    other = SimpleNamespace(**{**vars(chunk), "prepare_wy_repr_bwd": unwrap(chunk.recompute_w_u_fwd)})
+    assert fla_parts.load_parts(other, {}) is None
 
 
 def test_mixer_around_the_kernel() -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ if INTERPRETED:
 
     from fla_safe.gdn import calls, fused
     from fla_safe.gdn.fused import FusedError, FusedMixer
-    from fla_safe.gdn.fused_launch import KernelGrads, run_in
+    from fla_safe.gdn.fused_launch import run_in
+    from fla_safe.gdn.kernel_grads import KernelGrads
     from fla_safe.gdn.layout import ProjectionLayout
     from fla_safe.gdn.segments import PackedSegments
     from fused_cases import TorchKernel, assert_close, both, parameters
@@ -149,7 +151,7 @@ def test_addends_of_shared_heads_are_summed() -> None:
         """Leaves one gradient of q and k a value head, and k's and g's in two addends."""
 
         def backward(self, saved: Any, do: Any, scale: float, segments: Any, key_heads: int) -> Any:
-            dq, dk, dv, dg, dbeta = super().backward(saved, do, scale, segments, key_heads)
+            dq, dk, dv, dg, dbeta, *_ = super().backward(saved, do, scale, segments, key_heads)
             shares = torch.tensor([0.25, 0.5]), torch.tensor([1.5, -0.75]), torch.tensor([-0.5, 0.0])
 
             def share(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
@@ -160,6 +162,30 @@ def test_addends_of_shared_heads_are_summed() -> None:
 
     segments = PackedSegments.prepare(torch.tensor([0, 70]), 72)
     assert_close(*both(SMALL, 72, segments=segments, kernel=Parts(), tokens=32))
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("tokens", [32, 256], ids=lambda tokens: f"{tokens}-rows-a-program")
+@pytest.mark.parametrize("name", ["unpacked", "packed"])
+def test_gradients_of_decay_cumulated_in_chunks_are_summed(name: str, tokens: int) -> None:
+    bounds = [0, 1, 64, 129, 200] if name == "packed" else [0, 205]
+
+    class Chunks(TorchKernel):
+        """Leaves the gradient of g cumulated in chunks, in three addends."""
+
+        def backward(self, saved: Any, do: Any, scale: float, segments: Any, key_heads: int) -> Any:
+            grads = super().backward(saved, do, scale, segments, key_heads)
+            dg = grads.dg.clone()
+            for start, end in pairwise(bounds):
+                for first in range(start, end, 64):
+                    rows = slice(first, min(first + 64, end))
+                    dg[:, rows][:, :-1] -= grads.dg[:, rows][:, 1:]
+            return grads._replace(dg=torch.stack([dg * 2, dg * 0.5]), dg2=dg * -1.5, chunk=64)
+
+    segments = PackedSegments.prepare(torch.tensor(bounds), 205) if name == "packed" else None
+    ours, oracle = both(SMALL, 205, 1 if segments else 2, segments=segments, kernel=Chunks(), tokens=tokens)
+    assert_close(ours, oracle)
 
 
 @interpreted

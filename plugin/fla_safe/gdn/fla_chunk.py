@@ -1,7 +1,8 @@
 """FLA's gated delta rule kernels behind our own autograd function: no dispatch, no identity cache, no synchronisation.
 
-Works with fla-core 0.4.2 to 0.6.x. Only the two functions that launch the kernels are taken from FLA
-(`fla.ops.gated_delta_rule.chunk`), by the arguments that all these versions share.
+Works with fla-core 0.4.2 to 0.6.x. Only functions that launch kernels are taken from FLA
+(`fla.ops.gated_delta_rule.chunk`), by the arguments that all these versions share: the single steps where we know how
+FLA puts them together (`fla_parts`), else its forward and its backward as a whole.
 """
 
 import threading
@@ -17,7 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from fla_safe.errors import MissingDependencyError
 from fla_safe.gdn import calls
+from fla_safe.gdn.fla_parts import FlaParts, load_parts, sum_heads
+from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.rebind import rebind
+from fla_safe.gdn.recomputation import inside_backward
 from fla_safe.gdn.segments import CHUNK_SIZE, PackedSegments
 
 __all__ = ["SUPPORTED", "FlaKernel", "Saved", "fla_chunk_gated_delta_rule", "fla_version", "load", "unsupported_reason"]
@@ -33,8 +37,10 @@ _ARGUMENTS: Final = {
 # `prepare_chunk_offsets` is called deep inside FLA with the offsets alone; the prepared answer waits here.
 _prepared = threading.local()
 
-type Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""q, k, v, cumulated g, beta, A: what `FlaKernel.backward` needs of the forward pass."""
+type Saved = tuple[torch.Tensor, ...]
+"""q, k, v, cumulated g, beta, A, and states if they were kept: what `FlaKernel.backward` needs of the forward pass."""
+
+type Packing = dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +51,12 @@ class FlaKernel:
         version: of fla-core.
         native_gva: False for 0.4.2, whose kernels know one head count: queries and keys are repeated to the value
             heads there, and only there.
+        parts: the single steps, used instead of the whole functions; None if this version puts them together otherwise.
     """
 
     version: str
     native_gva: bool
+    parts: FlaParts | None
     _forward: Callable[..., tuple[Any, ...]]
     _backward: Callable[..., tuple[Any, ...]]
 
@@ -61,55 +69,55 @@ class FlaKernel:
         beta: torch.Tensor,
         scale: float,
         segments: PackedSegments | None,
+        keep_states: bool = False,
     ) -> tuple[torch.Tensor, Saved]:
-        """The output `[B, T, HV, V]` and what the backward pass needs; arguments as in `ops.gated_delta_rule`."""
+        """The output `[B, T, HV, V]` and what the backward pass needs; arguments as in `ops.gated_delta_rule`.
+
+        `keep_states`: keep for the backward pass what it would compute again, `2 HV (K + V + K V / 64)` bytes a token
+        in 16 bits.
+        """
+        packing = _packing(segments)
+        if self.parts is not None:
+            o, (cumulated, *rest) = self.parts.forward(q, k, v, g, beta, scale, packing, keep_states)
+            return o, (q, k, v, cumulated, beta, *rest)
         if not self.native_gva:
             q, k = _repeat(q, v), _repeat(k, v)
         cumulated, o, A, *_ = self._forward(
-            q=q,
-            k=k,
-            v=v,
-            g=g,
-            beta=beta,
-            scale=scale,
-            initial_state=None,
-            output_final_state=False,
-            **_packing(segments),
+            q=q, k=k, v=v, g=g, beta=beta, scale=scale, initial_state=None, output_final_state=False, **packing
         )
         return o, (q, k, v, cumulated, beta, A)
 
     def backward(
         self, saved: Saved, do: torch.Tensor, scale: float, segments: PackedSegments | None, key_heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g and beta `[B, T, HV]`; that of g is float32."""
+    ) -> KernelGrads:
+        """Gradients in as many parts as the kernels leave them; that of g is float32."""
+        packing = _packing(segments)
+        if self.parts is not None:
+            return self.parts.backward(saved, do, scale, packing)
         q, k, v, cumulated, beta, A = saved
         dq, dk, dv, dbeta, dg, *_ = self._backward(
-            q=q,
-            k=k,
-            v=v,
-            g=cumulated,
-            beta=beta,
-            A=A,
-            scale=scale,
-            initial_state=None,
-            do=do,
-            dht=None,
-            **_packing(segments),
+            q=q, k=k, v=v, g=cumulated, beta=beta, A=A, scale=scale, initial_state=None, do=do, dht=None, **packing
         )
-        if q.shape[2] != key_heads:
-            dq, dk = _sum_groups(dq, key_heads), _sum_groups(dk, key_heads)
-        return dq, dk, dv, dg, dbeta
+        return KernelGrads(dq, dk, dv, dg, dbeta)
+
+    def total(
+        self, grads: KernelGrads, segments: PackedSegments | None, key_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g and beta `[B, T, HV]` from what `backward` returned.
+
+        Overwrites the parts.
+        """
+        if self.parts is not None:
+            return self.parts.total(grads, key_heads, _packing(segments))
+        dq, dk, dv, dg, dbeta, *_ = grads
+        return sum_heads(dq, key_heads), sum_heads(dk, key_heads), dv, dg, dbeta
 
 
 def _repeat(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return x if x.shape[2] == v.shape[2] else x.repeat_interleave(v.shape[2] // x.shape[2], dim=2)
 
 
-def _sum_groups(x: torch.Tensor, key_heads: int) -> torch.Tensor:
-    return x.unflatten(2, (key_heads, -1)).sum(3)
-
-
-def _packing(segments: PackedSegments | None) -> dict[str, torch.Tensor | None]:
+def _packing(segments: PackedSegments | None) -> Packing:
     if segments is None:
         return {"cu_seqlens": None, "chunk_indices": None}
     chunks = segments.chunks(CHUNK_SIZE)
@@ -194,7 +202,8 @@ def load() -> FlaKernel:
         if function is None or missing:
             raise _mismatch(f"fla-core {fla.__version__}: {name} lacks {sorted(missing)}")
         functions.append(rebind(function, replacements))
-    return FlaKernel(fla.__version__, Version(fla.__version__) >= Version("0.5"), *functions)
+    native_gva = Version(fla.__version__) >= Version("0.5")
+    return FlaKernel(fla.__version__, native_gva, load_parts(chunk, replacements) if native_gva else None, *functions)
 
 
 def _mismatch(seen: str) -> MissingDependencyError:
@@ -209,7 +218,14 @@ class _FlaChunk(torch.autograd.Function):
         calls.count_forward()
         ctx.key_heads, ctx.scale, ctx.segments, ctx.kernel = q.shape[2], scale, segments, kernel
         o, saved = kernel.forward(
-            q.contiguous(), k.contiguous(), v.contiguous(), g.contiguous(), beta.contiguous(), scale, segments
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            g.contiguous(),
+            beta.contiguous(),
+            scale,
+            segments,
+            inside_backward(),
         )
         ctx.save_for_backward(*saved)
         ctx.dtypes = q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype
@@ -219,7 +235,9 @@ class _FlaChunk(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do):  # type: ignore[no-untyped-def]
         calls.count_backward()
-        grads = ctx.kernel.backward(ctx.saved_tensors, do.contiguous(), ctx.scale, ctx.segments, ctx.key_heads)
+        kernel, segments = ctx.kernel, ctx.segments
+        parts = kernel.backward(ctx.saved_tensors, do.contiguous(), ctx.scale, segments, ctx.key_heads)
+        grads = kernel.total(parts, segments, ctx.key_heads)
         return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
 
 

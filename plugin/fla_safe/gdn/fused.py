@@ -12,7 +12,6 @@ from fla_safe.gdn import calls
 from fla_safe.gdn.fused_launch import (
     MAX_WINDOW,
     Gates,
-    KernelGrads,
     MixerShape,
     grad_in,
     grad_out,
@@ -21,7 +20,9 @@ from fla_safe.gdn.fused_launch import (
     run_out,
     total_sums,
 )
+from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.layout import ProjectionLayout
+from fla_safe.gdn.recomputation import inside_backward
 from fla_safe.gdn.segments import PackedSegments
 
 __all__ = ["ChunkKernel", "FusedError", "FusedMixer"]
@@ -34,8 +35,8 @@ class FusedError(FlaSafeError, ValueError):
 class ChunkKernel(Protocol):
     """A gated delta rule outside autograd, as `fla_chunk.FlaKernel` is.
 
-    `saved` begins with q, k, v, the kernel's own form of g, and beta. `backward` returns the gradients of q, k, v, g
-    and beta, or a `KernelGrads` whose addends the fused kernel sums.
+    `saved` begins with q, k, v, the kernel's own form of g, and beta; with `keep_states` it may hold more than the
+    backward pass needs, to save it work. The fused kernel sums what `backward` leaves in parts.
     """
 
     def forward(
@@ -47,11 +48,12 @@ class ChunkKernel(Protocol):
         beta: torch.Tensor,
         scale: float,
         segments: PackedSegments | None,
+        keep_states: bool = False,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]: ...
 
     def backward(
         self, saved: Any, do: torch.Tensor, scale: float, segments: PackedSegments | None, key_heads: int
-    ) -> KernelGrads | tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]: ...
+    ) -> KernelGrads: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class _Call:
     segments: PackedSegments | None
     kernel: ChunkKernel
     keep_inputs: bool
+    keep_states: bool
 
     @property
     def scale(self) -> float:
@@ -73,10 +76,6 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 class _Mixer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, proj, conv_weight, conv_bias, A_log, dt_bias, norm_weight, call):  # type: ignore[no-untyped-def]
@@ -85,7 +84,7 @@ class _Mixer(torch.autograd.Function):
         with _on(proj.device):
             inputs = run_in(proj, gates, call.shape, call.segments)
             q, k, v, beta = inputs.q, inputs.k, inputs.v, inputs.beta
-            o, saved = call.kernel.forward(q, k, v, inputs.g, beta, call.scale, call.segments)
+            o, saved = call.kernel.forward(q, k, v, inputs.g, beta, call.scale, call.segments, call.keep_states)
             out = run_out(o, proj, norm_weight, call.shape, call.segments)
         # A kernel that saved other queries than it was given (repeated ones) needs them back as they were.
         ctx.keeps_inputs = call.keep_inputs or saved[0] is not q
@@ -109,7 +108,6 @@ class _Mixer(torch.autograd.Function):
                 inputs = run_in(proj, gates, shape, segments)
                 saved = [inputs.q, inputs.k, inputs.v, saved[0], inputs.beta, *saved[1:]]
             parts = call.kernel.backward(saved, do, call.scale, segments, shape.layout.key_heads)
-            parts = parts if isinstance(parts, KernelGrads) else KernelGrads(*parts)
             in_sums = grad_in(parts, proj, gates, dproj, shape, segments)
             grads, dnorm = total_sums(in_sums, out_sums, gates, norm_weight, shape)
         return dproj, grads.conv_weight, grads.conv_bias, grads.A_log, grads.dt_bias, dnorm, None
@@ -126,7 +124,8 @@ class FusedMixer:
         kernel: the chunk kernel.
         keep_inputs: keep q, k, v and beta for the backward pass (`2 (2 H K + HV V)` bytes a token in bfloat16) instead
             of computing them again from the projection (one launch). None: keep them when the forward pass runs inside
-            a backward pass, which is how activation recomputation runs it: their life is short then.
+            a backward pass, which is how activation recomputation runs it: their life is short then, and the chunk
+            kernel keeps its states too.
     """
 
     kernel: ChunkKernel
@@ -175,8 +174,9 @@ class FusedMixer:
             zero_centered_norm,
             norm_eps,
         )
-        keep_inputs = _inside_backward() if self.keep_inputs is None else self.keep_inputs
-        call = _Call(shape, segments, self.kernel, keep_inputs)
+        short_lived = inside_backward()
+        keep_inputs = short_lived if self.keep_inputs is None else self.keep_inputs
+        call = _Call(shape, segments, self.kernel, keep_inputs, keep_inputs and short_lived)
         # No copies in practice: Megatron's projection and parameters are contiguous.
         return _Mixer.apply(
             proj.contiguous(), conv_weight.contiguous(), conv_bias, A_log, dt_bias, norm_weight.contiguous(), call

@@ -228,6 +228,24 @@ def _head(
 
 
 @triton.jit
+def _load_decay(
+    dg,
+    dg2,
+    source,
+    valid,
+    stride,
+    PARTS_G: tl.constexpr,
+    SECOND_G: tl.constexpr,
+):
+    grad = tl.load(dg + source, mask=valid, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS_G):
+        grad += tl.load(dg + part * stride + source, mask=valid, other=0.0).to(tl.float32)
+    if SECOND_G:
+        grad += tl.load(dg2 + source, mask=valid, other=0.0).to(tl.float32)
+    return grad
+
+
+@triton.jit
 def _gates(
     x,
     a_log,
@@ -240,6 +258,7 @@ def _gates(
     sums,
     begin,
     total,
+    stride,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -251,8 +270,14 @@ def _gates(
     INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
     SECOND_G: tl.constexpr,
+    PARTS_G: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Gradients of the raw gates of `TOKENS` tokens, and their sums for A_log and dt_bias."""
+    """Gradients of the raw gates of `TOKENS` tokens, and their sums for A_log and dt_bias.
+
+    With `CHUNK`, a row's gradient is summed from that row to its chunk's last: steps go from the last row to the first
+    and carry the sum, starting with the rows after the block that its last chunk may reach.
+    """
     heads = tl.arange(0, BH)
     in_heads = heads < HV
     column_b, column_a = gate_columns(heads, H, HV, K, V, INTERLEAVED)
@@ -260,23 +285,36 @@ def _gates(
     shift = tl.load(dt_bias + heads, mask=in_heads, other=0.0).to(tl.float32)
     sum_a = tl.zeros([STEP, BH], tl.float32)
     sum_dt = tl.zeros([STEP, BH], tl.float32)
-    for i in range(0, TOKENS, STEP):
-        t = begin + i + tl.arange(0, STEP)
-        valid = (t >= row_starts(starts, t, total, PACKED, True))[:, None] & in_heads[None, :]
-        row = (t.to(tl.int64) * X_STRIDE)[:, None]
-        a = tl.load(x + row + column_a[None, :], mask=valid, other=0.0).to(tl.float32) + shift[None, :]
-        b = tl.load(x + row + column_b[None, :], mask=valid, other=0.0).to(tl.float32)
+    rows = tl.arange(0, STEP)
+    carry = tl.zeros([BH], tl.float32)
+    carried = begin - 1  # first row of the chunk that the carry belongs to; none yet
+    for i in range(0, TOKENS + CHUNK, STEP):
+        first = begin + (TOKENS + CHUNK - STEP) - i
+        t = first + rows
+        start = row_starts(starts, t, total, PACKED, True)
+        valid = (t >= start)[:, None] & in_heads[None, :]
         source = t.to(tl.int64)[:, None] * HV + heads[None, :]
-        grad = tl.load(dg + source, mask=valid, other=0.0).to(tl.float32)
-        if SECOND_G:
-            grad += tl.load(dg2 + source, mask=valid, other=0.0).to(tl.float32)
+        grad = _load_decay(dg, dg2, source, valid, stride, PARTS_G, SECOND_G)
+        if CHUNK > 0:
+            # Rows of nobody have a gradient of zero, whatever chunk this gives them.
+            chunk = t - (t - start) % CHUNK
+            later = (rows[None, :] >= rows[:, None]) & (chunk[None, :] == chunk[:, None])
+            grad = tl.sum(tl.where(later[:, :, None], grad[None, :, :], 0.0), axis=1)
+            grad += tl.where((chunk == carried)[:, None], carry[None, :], 0.0)
+            carry = tl.sum(tl.where((rows == 0)[:, None], grad, 0.0), axis=0)
+            carried = tl.sum(tl.where(rows == 0, chunk, 0), axis=0)
+        own = valid & (first < begin + TOKENS)
+        inside = (t < total)[:, None] & in_heads[None, :] & (first < begin + TOKENS)
+        row = (t.to(tl.int64) * X_STRIDE)[:, None]
+        a = tl.load(x + row + column_a[None, :], mask=own, other=0.0).to(tl.float32) + shift[None, :]
+        b = tl.load(x + row + column_b[None, :], mask=own, other=0.0).to(tl.float32)
+        grad = tl.where(own, grad, 0.0)
         decay = -rate[None, :] * (tl.maximum(a, 0.0) + log1p(tl.exp(-tl.abs(a))))
         sum_a += grad * decay
         da = grad * -rate[None, :] * sigmoid(a)
         sum_dt += da
         s = sigmoid(b)
-        db = tl.load(dbeta + source, mask=valid, other=0.0).to(tl.float32) * s * (1.0 - s)
-        inside = (t < total)[:, None] & in_heads[None, :]
+        db = tl.load(dbeta + source, mask=own, other=0.0).to(tl.float32) * s * (1.0 - s)
         tl.store(dx + row + column_a[None, :], da.to(dx.dtype.element_ty), mask=inside)
         tl.store(dx + row + column_b[None, :], db.to(dx.dtype.element_ty), mask=inside)
     tl.store(sums + heads, tl.sum(sum_a, axis=0), mask=in_heads)
@@ -320,6 +358,8 @@ def mixer_in_backward(
     GROUP: tl.constexpr,
     SECOND_K: tl.constexpr,
     SECOND_G: tl.constexpr,
+    PARTS_G: tl.constexpr,
+    CHUNK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     L2NORM: tl.constexpr,
     PACKED: tl.constexpr,
@@ -328,13 +368,15 @@ def mixer_in_backward(
     """Grid (2 H + HV + 1 slots, blocks of `TOKENS` rows, batch), as `mixer_in_forward`.
 
     `dq`, `dk`, `dk2` `[BATCH, total, H * GROUP, K]`: heads of a group, and `dk2` if `SECOND_K`, are summed here; `dg`
-    and `dg2` likewise. Writes every column of `dproj` `[total, BATCH, P]` but those of z, and a row of `sums` a block:
+    and `dg2` likewise, and the `PARTS_G` parts of `dg`; see `KernelGrads` for `CHUNK`. Writes every column of `dproj`
+    `[total, BATCH, P]` but those of z, and a row of `sums` a block:
     `[W + HAS_BIAS, C]` for the convolution, then `[2, HV]` for A_log and dt_bias.
     """
     P: tl.constexpr = 2 * H * K + 2 * HV * V + 2 * HV
     C: tl.constexpr = 2 * H * K + HV * V
     CW: tl.constexpr = (W + HAS_BIAS) * C + 2 * HV
     X_STRIDE: tl.constexpr = BATCH * P
+    STEP: tl.constexpr = 16 if CHUNK > 0 else 32
     slot = tl.program_id(0)
     begin = tl.program_id(1) * TOKENS
     batch = tl.program_id(2)
@@ -345,7 +387,8 @@ def mixer_in_backward(
     if slot == 2 * H + HV:
         _gates(
             x, a_log, dt_bias, starts, dg + row * HV, dg2 + row * HV, dbeta + row * HV, dx, sums + (W + HAS_BIAS) * C,
-            begin, total, H, HV, K, V, X_STRIDE, TOKENS, 32, BH, INTERLEAVED, PACKED, SECOND_G,
+            begin, total, tl.cast(total, tl.int64) * (BATCH * HV), H, HV, K, V, X_STRIDE, TOKENS, STEP, BH,
+            INTERLEAVED, PACKED, SECOND_G, PARTS_G, CHUNK,
         )  # fmt: skip
     else:
         column, channel = columns_of_slot(slot, H, HV, K, V, INTERLEAVED)

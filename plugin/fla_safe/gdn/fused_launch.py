@@ -11,6 +11,7 @@ from fla_safe.gdn.fused_in import mixer_in_forward
 from fla_safe.gdn.fused_in_grad import mixer_in_backward
 from fla_safe.gdn.fused_out import mixer_out_backward, mixer_out_forward
 from fla_safe.gdn.fused_sums import add_sums
+from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
 
@@ -18,7 +19,6 @@ __all__ = [
     "MAX_WINDOW",
     "Gates",
     "Inputs",
-    "KernelGrads",
     "MixerShape",
     "grad_in",
     "grad_out",
@@ -101,26 +101,6 @@ class Inputs:
     v: torch.Tensor
     g: torch.Tensor
     beta: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class KernelGrads:
-    """What the chunk kernel's backward pass leaves to be added up here.
-
-    Attributes:
-        dq, dk: `[B, T, n * H, K]`: one gradient for each of the `n` value heads (or one in all) that share a key head.
-        dv: `[B, T, HV, V]`.
-        dg, dbeta: `[B, T, HV]`.
-        dk2, dg2: second addends, shaped like dk and dg.
-    """
-
-    dq: torch.Tensor
-    dk: torch.Tensor
-    dv: torch.Tensor
-    dg: torch.Tensor
-    dbeta: torch.Tensor
-    dk2: torch.Tensor | None = None
-    dg2: torch.Tensor | None = None
 
 
 @cache
@@ -280,6 +260,8 @@ def grad_in(
         GROUP=grads.dq.shape[2] // layout.key_heads,
         SECOND_K=grads.dk2 is not None,
         SECOND_G=grads.dg2 is not None,
+        PARTS_G=1 if grads.dg.dim() == 3 else grads.dg.shape[0],
+        CHUNK=grads.chunk,
         maxnreg=_GRAD_REGISTERS,
         **_in_options(shape, _GRAD_TOKENS),
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any, Final
 
-__all__ = ["WRAPPERS", "rebind"]
+__all__ = ["WRAPPERS", "rebind", "unwrap"]
 
 WRAPPERS: Final = ("dispatch", "BackendRegistry.dispatch", "tensor_cache", "input_guard", "DisableContext.__call__")
 """Qualified names of the decorators that are taken off; any other wrapper is kept."""
@@ -24,10 +24,11 @@ def rebind(function: Callable[..., Any], replacements: Mapping[str, Any]) -> Cal
         function: defined in package `fla`.
         replacements: global names that the copies see otherwise than FLA's modules do.
     """
-    return _copy(_unwrap(function), replacements, {})
+    return _copy(unwrap(function), replacements, {})
 
 
-def _unwrap(function: Any) -> Any:
+def unwrap(function: Any) -> Any:
+    """A function without the wrappers of `WRAPPERS`."""
     while hasattr(function, "__wrapped__") and _decorator(function) in WRAPPERS:
         function = function.__wrapped__
     return function
@@ -51,7 +52,7 @@ def _copy(
         if name in replacements:
             scope[name] = replacements[name]
             continue
-        value = _unwrap(scope.get(name))
+        value = unwrap(scope.get(name))
         if isinstance(value, FunctionType) and value.__module__.partition(".")[0] == "fla":
             scope[name] = _copy(value, replacements, done)
     return copy
