@@ -27,6 +27,8 @@ class Settings:
         guard: `--gdn_guard`: what a kernel variant that the warm-up did not plan meets in training.
         bundle: `--gdn_bundle`: decisions and compiled kernels to start from.
         artifacts: `FLA_SAFE_ARTIFACTS`: where rank directories are made; None chooses node-local memory.
+        tune_in_child: `FLA_SAFE_TUNE_IN_CHILD` (default on): configs are tried in a process of their own, so that one
+            that kills the CUDA context or hangs costs that process and not the job.
         cpu: `FLA_SAFE_CPU=1`: the stand-in for TransformerEngine and `torch.cuda` is on.
         interpret: `TRITON_INTERPRET=1`: Triton kernels run in Triton's interpreter (with `cpu`).
         mcore_gdn: `USE_MCORE_GDN`, mcore-bridge's switch (default on); off means GDN layers are not Megatron's.
@@ -36,6 +38,7 @@ class Settings:
     guard: GdnGuard = "warn"
     bundle: Path | None = None
     artifacts: Path | None = None
+    tune_in_child: bool = True
     cpu: bool = False
     interpret: bool = False
     mcore_gdn: bool = True
@@ -65,6 +68,7 @@ class Settings:
             guard=cast(GdnGuard, guard),
             bundle=None if bundle is None else Path(bundle),
             artifacts=None if artifacts is None else Path(artifacts),
+            tune_in_child=environ.get("FLA_SAFE_TUNE_IN_CHILD", "1") != "0",
             cpu=environ.get("FLA_SAFE_CPU") == "1",
             interpret=environ.get("TRITON_INTERPRET") == "1",
             # mcore-bridge's own parser: 1/true/yes in any case is on, everything else is off.

@@ -1,6 +1,8 @@
 """Runs every call that training will make of a mixer: long and awkward rows, plain and under recomputation."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -8,9 +10,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fla_safe.gdn.segments import PackedSegments
 from fla_safe.gdn.variant import MixerVariant
+from fla_safe.gdn.verify import GoldenCheck
+from fla_safe.runtime.keys import TuningKey
+from fla_safe.runtime.tuning_child import Work
+from fla_safe.runtime.winners import RepeatCheck
 
-__all__ = ["AWKWARD_ROWS", "Rows", "rehearse"]
+__all__ = ["AWKWARD_ROWS", "GUARDED", "Rows", "in_child", "rehearse", "repeats", "steps"]
 
+GUARDED = ("fla", "fla_safe")
+"""Only kernels of these packages are ours to answer for; others in the process keep Triton's own rules."""
 AWKWARD_ROWS = (1, 63, 64, 65, 272)
 """Around a chunk of 64, and a multiple of 16 that is no multiple of a chunk."""
 
@@ -39,23 +47,54 @@ class Rows:
         return cls(**data)
 
 
-def rehearse(variant: MixerVariant, rows: Rows, device: torch.device | str) -> None:
+def steps(variant: MixerVariant, rows: Rows, device: torch.device | str) -> Iterator[Callable[[], None]]:
     """Forward and backward at the longest row first (which is where a kernel is tuned), then at awkward ones."""
     for tokens in dict.fromkeys((rows.tokens, *AWKWARD_ROWS)):
         if tokens > rows.tokens:
             continue
-        segments = None
-        if rows.packed:
-            bounds = sorted({0, 1, tokens // 3, tokens // 2, tokens})
-            offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-            segments = PackedSegments.prepare(offsets, tokens, device=device)
         for recompute in (False, True):
-            leaves = variant.draw(tokens, 1 if rows.packed else rows.batch, device)
-            rest = {name: leaf for name, leaf in leaves.items() if name != "proj"}
+            yield partial(_step, variant, rows, device, tokens, recompute)
 
-            def forward(proj: torch.Tensor, rest: Any = rest, segments: Any = segments) -> torch.Tensor:
-                return variant({"proj": proj, **rest}, segments)
 
-            proj = leaves["proj"]
-            out = checkpoint(forward, proj, use_reentrant=True) if recompute else forward(proj)  # type: ignore[arg-type]
-            out.sum().backward()
+def rehearse(variant: MixerVariant, rows: Rows, device: torch.device | str) -> None:
+    """Take all `steps`."""
+    for step in steps(variant, rows, device):
+        step()
+
+
+def _step(variant: MixerVariant, rows: Rows, device: torch.device | str, tokens: int, recompute: bool) -> None:
+    segments = None
+    if rows.packed:
+        bounds = sorted({0, 1, tokens // 3, tokens // 2, tokens})
+        offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+        segments = PackedSegments.prepare(offsets, tokens, device=device)
+    leaves = variant.draw(tokens, 1 if rows.packed else rows.batch, device)
+    proj = leaves.pop("proj")
+
+    def forward(proj: torch.Tensor) -> torch.Tensor:
+        return variant({"proj": proj, **leaves}, segments)
+
+    out = checkpoint(forward, proj, use_reentrant=True) if recompute else forward(proj)  # type: ignore[arg-type]
+    out.sum().backward()
+
+
+def repeats(key: TuningKey, config: Any, launch: Callable[[], Any], named: dict[str, Any]) -> str | None:
+    """Judge of winners of tuning: they repeat bit for bit at the job's own sizes (are they right, says `verify`)."""
+    if not any(key.kernel.startswith(f"{package}.") for package in GUARDED):
+        return None  # another library's kernel may be meant to add in any order
+    return RepeatCheck()(key, config, launch, named)
+
+
+def in_child(variants: list[dict[str, Any]], rows: dict[str, Any], device: int) -> Work:
+    """Factory for `runtime.outside`: all steps of all variants, and the golden check's run, in another process."""
+    torch.cuda.set_device(device)
+    here, wanted = torch.device("cuda", device), Rows.from_dict(rows)
+    made = [MixerVariant.from_dict(data, here) for data in variants]
+
+    def every_step() -> Iterator[Callable[[], Any]]:
+        for variant in made:
+            yield from steps(variant, wanted, here)
+            # Short segments and tails: a config that they kill is better killed here. The job looks at the results.
+            yield partial(GoldenCheck(variant, here, packed=wanted.packed, batch=wanted.batch), repeats=0)
+
+    return Work(every_step(), repeats)

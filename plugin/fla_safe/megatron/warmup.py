@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fla_safe.gdn.rehearsal import Rows, rehearse
+from fla_safe.gdn.rehearsal import GUARDED, Rows, rehearse, repeats
 from fla_safe.gdn.variant import MixerVariant
 from fla_safe.gdn.verify import GoldenCheck, Verdict
 from fla_safe.megatron.consensus import together
@@ -16,15 +16,13 @@ from fla_safe.megatron.layer import SafeForward
 from fla_safe.runtime import Runtime, RuntimeSettings, activate
 from fla_safe.runtime.kept import keys_in_use, save_bundle
 from fla_safe.runtime.keys import TuningKey
+from fla_safe.runtime.outside import OutsideTuning
 from fla_safe.runtime.settle import Check
-from fla_safe.runtime.winners import RepeatCheck
 from fla_safe.settings import Settings
 
 __all__ = ["SteadyState", "Workload", "reach_steady_state"]
 
 TABLES = Path(__file__).parents[1] / "tables"
-# Only kernels of these packages are ours to answer for; others in the process keep Triton's own rules.
-GUARDED = ("fla", "fla_safe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +124,16 @@ def reach_steady_state(
                 guard=settings.guard,
                 guarded=GUARDED,
                 audit="sections",
-                judge=_repeats,
+                judge=repeats,
                 isolate=True,
                 cache_root=settings.artifacts,
                 bundle=settings.bundle,
                 tables=sorted(TABLES.glob("*.json")),
             )
         )
+    fla_variants = [variant for variant in variants if variant.backend.name != "torch"]
+    if settings.tune_in_child:
+        runtime.tuning.elsewhere = _elsewhere(runtime, fla_variants, rows, device)
     # Takes this rank's directory of artifacts away, too.
     atexit.register(runtime.deactivate)
 
@@ -144,8 +145,9 @@ def reach_steady_state(
     with torch.random.fork_rng(devices=[device]):
         with runtime.warmup(progress=say):
             run_all()
-        checks = {str(v): _golden(v, rows, device) for v in variants if v.backend.name != "torch"}
+        checks = {str(variant): _golden(variant, rows, device) for variant in fla_variants}
         runtime.freeze(progress=say, checks=checks, again=run_all)
+    runtime.tuning.elsewhere = None
     given_back = 0 if runtime.store is None else runtime.store.store.prune(keys_in_use(runtime.launching))
     torch.cuda.empty_cache()
     for layer in layers:
@@ -168,6 +170,25 @@ def _variant(layer: SafeForward, workload: Workload, device: torch.device) -> Mi
     )
 
 
+def _elsewhere(
+    runtime: Runtime, variants: Sequence[MixerVariant], rows: Rows, device: torch.device
+) -> Callable[[TuningKey], None]:
+    outside = OutsideTuning(
+        runtime.tuning,
+        "fla_safe.gdn.rehearsal:in_child",
+        {"variants": [v.as_dict() for v in variants], "rows": rows.as_dict(), "device": device.index},
+        {"guarded": GUARDED, "size_arguments": runtime.settings.size_arguments, "packages": runtime.settings.packages},
+        directory=None if runtime.store is None else runtime.store.store.directory,
+        tell=runtime.say,
+    )
+
+    def tune(key: TuningKey) -> None:
+        torch.cuda.empty_cache()  # the child needs room on the same device
+        outside(key)
+
+    return tune
+
+
 def _golden(variant: MixerVariant, rows: Rows, device: torch.device) -> Check:
     """The check of one variant; what a table says was checked before is looked at once, not for repeats."""
     golden: list[GoldenCheck] = []
@@ -178,13 +199,6 @@ def _golden(variant: MixerVariant, rows: Rows, device: torch.device) -> Check:
         return golden[0](repeats=1 if verified else None)
 
     return check
-
-
-def _repeats(key: TuningKey, config: Any, launch: Callable[[], Any], named: dict[str, Any]) -> str | None:
-    """Winners repeat bit for bit at the job's own sizes; whether they are right, the golden check says."""
-    if not any(key.kernel.startswith(f"{package}.") for package in GUARDED):
-        return None  # another library's kernel may be meant to add in any order
-    return RepeatCheck()(key, config, launch, named)
 
 
 def _rank() -> int:

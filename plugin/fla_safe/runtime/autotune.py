@@ -48,7 +48,8 @@ class Tuning:
     Attributes:
         asked: every key that was looked up since `forget`, with the decisions that it may have, fastest first.
         banned: reasons against decisions by key; none of them is ever chosen again.
-        trying: told of each config before it is benchmarked or judged.
+        trials: milliseconds of every config that may win, by key, as far as this process or a child measured them.
+        trying: told of each config before it is benchmarked or judged, and of each decision that is looked up.
         elsewhere: asked to put a decision for a key into the table before it is tuned here.
     """
 
@@ -75,7 +76,7 @@ class Tuning:
         self.banned: dict[TuningKey, dict[Decision, str]] = {}
         self.trying: Callable[[TuningKey, Any], None] | None = None
         self.elsewhere: Callable[[TuningKey], None] | None = None
-        self._trials: dict[TuningKey, dict[Decision, float]] = {}
+        self.trials: dict[TuningKey, dict[Decision, float]] = {}
         self._memory: dict[int, tuple[Any, dict[Any, Any]]] = {}
         # One round of tuning at a time: parallel benchmarks on one device would measure each other. Only calls that
         # have nothing to run with wait for it, and it is re-entrant because a hook may call a tuned kernel.
@@ -111,11 +112,30 @@ class Tuning:
         self.rejected.setdefault(str(key), {})[str(decision)] = reason
         if self.table.get(key) == decision:
             self.table.discard(key)
-            trials = {d: t for d, t in self._trials.get(key, {}).items() if d not in banned}
+            trials = {d: t for d, t in self.trials.get(key, {}).items() if d not in banned}
             if trials:
                 best = min(trials, key=lambda d: trials[d])
                 self.table.put(key, best, median_us=trials[best] * 1000)
         self.forget()
+
+    def adopt(
+        self,
+        key: TuningKey,
+        decision: Decision,
+        trials: dict[Decision, float],
+        rejected: dict[str, str],
+        *,
+        seconds: float,
+        source: Source,
+    ) -> None:
+        """Take over a round of tuning from another process on the same device."""
+        self.trials[key] = trials
+        if rejected:
+            self.rejected[str(key)] = dict(rejected)
+        self.rounds += 1
+        self.seconds += seconds
+        median = trials[decision] * 1000 if decision in trials else None
+        self.table.put(key, decision, median_us=median, source=source)
 
     def choose(self, tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Config for one call.
@@ -152,6 +172,8 @@ class Tuning:
         self._note(key, offered)
         config = self._known(key, offered)
         if config is not None:
+            if self.trying is not None:
+                self.trying(key, config)
             return config
         late = self.guard.frozen and self.answers_for(key.kernel)
         if late and self.guard.mode == "off":
@@ -171,7 +193,7 @@ class Tuning:
         return config
 
     def _note(self, key: TuningKey, offered: list[Any]) -> None:
-        trials, banned = self._trials.get(key, {}), self.banned.get(key, {})
+        trials, banned = self.trials.get(key, {}), self.banned.get(key, {})
         decisions = [Decision.from_config(c) for c in offered if not getattr(c, "ir_override", None)]
         self.asked[key] = tuple(
             sorted((d for d in decisions if d not in banned), key=lambda d: trials.get(d, math.inf))
@@ -224,7 +246,7 @@ class Tuning:
                 "look at the first reason; if memory ran out, tune before the optimizer is made",
             )
         config = offered[winner]
-        self._trials[key] = {
+        self.trials[key] = {
             Decision.from_config(c): times[i]
             for i, c in enumerate(offered)
             if times.get(i, math.inf) < math.inf and str(c) not in reasons and not getattr(c, "ir_override", None)

@@ -82,6 +82,15 @@ class TuningKey:
         parts += [f"{name}:{str(dtype).removeprefix('torch.')}" for name, dtype in (dtypes or {}).items()]
         return cls(kernel, tuple(parts))
 
+    def as_dict(self) -> dict[str, object]:
+        """Plain mapping for JSON."""
+        return {"kernel": self.kernel, "parts": list(self.parts)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "TuningKey":
+        """The inverse of `as_dict`; unchecked."""
+        return cls(data["kernel"], tuple(data["parts"]))
+
     def __str__(self) -> str:
         return f"{self.kernel}[{', '.join(self.parts)}]"
 
@@ -142,6 +151,11 @@ class Decision:
             "num_ctas": self.num_ctas,
             "maxnreg": self.maxnreg,
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Decision":
+        """The inverse of `as_dict`; unchecked."""
+        return cls(**{**data, "kwargs": tuple(sorted(data["kwargs"].items()))})
 
     def select(self, configs: Iterable[ConfigT], kernel: str = "the kernel") -> ConfigT:
         """The kernel's own config object that this decision names.

@@ -206,9 +206,7 @@ class Runtime:
         self._progress = progress or shown
         with agreement:
             try:
-                self.settled = settle(
-                    self.tuning, agreement, self.stamp, checks or {}, again=again, tell=self._say_progress
-                )
+                self.settled = settle(self.tuning, agreement, self.stamp, checks or {}, again=again, tell=self.say)
             finally:
                 self._agreement, self._progress = None, shown
         self.agreed = self.settled.agreed
@@ -348,13 +346,18 @@ class Runtime:
         self.launching.thaw()
         self.phase = phase
 
-    def _say_progress(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Tell whoever shows progress, and the other ranks that this one goes on.
+
+        Raises:
+            AgreementError: another rank failed.
+        """
         self._progress(text)
         if self._agreement is not None:
             self._agreement.progress(text)
 
     def _tuned(self, key: TuningKey, configs: int, seconds: float) -> None:
-        self._say_progress(f"tuned {key.kernel.rsplit('.', 1)[-1]} ({configs} configs, {seconds:.1f} s)")
+        self.say(f"tuned {key.kernel.rsplit('.', 1)[-1]} ({configs} configs, {seconds:.1f} s)")
 
 
 def _say(text: str) -> None:

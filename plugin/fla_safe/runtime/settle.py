@@ -86,15 +86,15 @@ def settle(
         checked: set[TuningKey] = set()
         for name, check in checks.items():
             mine += _check(tuning, name, check, checked, tell, again)
-        shared = agreement.share({"bans": mine, "checked": [[key.kernel, key.parts] for key in sorted(checked)]})
+        shared = agreement.share({"bans": mine, "checked": [key.as_dict() for key in sorted(checked)]})
         bans = [ban for rank in shared for ban in rank["bans"]]
         if not bans:
             _mark(tuning, shared)
             return Settled(agreed, overruled, banned)
         banned += len(bans)
-        failure = f"{bans[-1]['kernel']} [{_decision(bans[-1])}]: {bans[-1]['reason']}"
+        failure = f"{bans[-1]['key']['kernel']} [{Decision.from_dict(bans[-1]['decision'])}]: {bans[-1]['reason']}"
         for ban in bans:
-            tuning.ban(TuningKey(ban["kernel"], tuple(ban["parts"])), _decision(ban), ban["reason"])
+            tuning.ban(TuningKey.from_dict(ban["key"]), Decision.from_dict(ban["decision"]), ban["reason"])
         if turn + 1 < _MOST_ROUNDS:
             again()
     raise WrongResultsError(
@@ -131,7 +131,7 @@ def _check(
             reason = f"{failure} ({name})"
             tell(f"{key.kernel.rsplit('.', 1)[-1]} must not run with [{decision}]: {reason}")
             tuning.ban(key, decision, reason)
-            bans.append({"kernel": key.kernel, "parts": key.parts, "decision": decision.as_dict(), "reason": reason})
+            bans.append({"key": key.as_dict(), "decision": decision.as_dict(), "reason": reason})
         if any(key not in tuning.table for key, _ in guilty):
             again()
     raise WrongResultsError(
@@ -148,16 +148,10 @@ def _all_verified(tuning: Tuning) -> bool:
 
 def _mark(tuning: Tuning, shared: list[dict[str, Any]]) -> None:
     table = tuning.table
-    for kernel, parts in (key for rank in shared for key in rank["checked"]):
-        key = TuningKey(kernel, tuple(parts))
+    for key in (TuningKey.from_dict(data) for rank in shared for data in rank["checked"]):
         entry = table.entry(key)
         if entry is not None:
             table.put(key, entry.decision, median_us=entry.median_us, verified=True, source=entry.source)
-
-
-def _decision(ban: Mapping[str, Any]) -> Decision:
-    fields = dict(ban["decision"])
-    return Decision(**fields | {"kwargs": tuple(sorted(fields["kwargs"].items()))})
 
 
 def _in_use(tuning: Tuning) -> str:

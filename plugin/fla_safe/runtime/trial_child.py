@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from fla_safe.runtime.keys import Decision
 
-__all__ = ["Subject", "examine", "main", "same_bits"]
+__all__ = ["Subject", "device_lives", "end_with_parent", "examine", "first_line", "main", "same_bits"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -60,9 +60,7 @@ def examine(subject: Subject, decision: Decision, repeats: int) -> str | None:
 
 def main(read: int, write: int) -> None:
     """Serve requests until the other end closes."""
-    with contextlib.suppress(OSError, AttributeError):
-        # A config in an endless loop must not outlive a job that was killed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     with os.fdopen(read) as requests, os.fdopen(write, "w") as answers:
 
         def answer(**values: Any) -> None:
@@ -75,7 +73,7 @@ def main(read: int, write: int) -> None:
         try:
             subject: Subject = getattr(importlib.import_module(module), name)(**start["arguments"])
         except Exception as error:
-            answer(error=_text(error), dead=True)
+            answer(error=first_line(error), dead=True)
             return
         answer(ready=True)
         for line in requests:
@@ -88,13 +86,19 @@ def main(read: int, write: int) -> None:
                 else:
                     answer(reason=examine(subject, decision, request["repeats"]))
             except Exception as error:
-                dead = not _device_lives()
-                answer(error=_text(error), dead=dead)
+                dead = not device_lives()
+                answer(error=first_line(error), dead=dead)
                 if dead:
                     return
 
 
-def _device_lives() -> bool:
+def end_with_parent() -> None:
+    """A config in an endless loop must not outlive a job that was killed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def device_lives() -> bool:
     """Some errors stay: after an illegal address every later call of the process fails too."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -106,7 +110,8 @@ def _device_lives() -> bool:
         return False
 
 
-def _text(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Kind and first line of an error, for a message of one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]:.300}"
 
