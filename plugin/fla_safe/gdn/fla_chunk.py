@@ -21,7 +21,7 @@ from fla_safe.gdn import calls
 from fla_safe.gdn.fla_parts import FlaParts, load_parts, sum_heads
 from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.rebind import rebind
-from fla_safe.gdn.recomputation import inside_backward
+from fla_safe.gdn.recomputation import kept_briefly
 from fla_safe.gdn.segments import CHUNK_SIZE, PackedSegments
 
 __all__ = ["SUPPORTED", "FlaKernel", "Saved", "fla_chunk_gated_delta_rule", "fla_version", "load", "unsupported_reason"]
@@ -225,7 +225,7 @@ class _FlaChunk(torch.autograd.Function):
             beta.contiguous(),
             scale,
             segments,
-            inside_backward(),
+            kept_briefly(),
         )
         ctx.save_for_backward(*saved)
         ctx.dtypes = q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype

@@ -22,7 +22,7 @@ from fla_safe.gdn.fused_launch import (
 )
 from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.layout import ProjectionLayout
-from fla_safe.gdn.recomputation import inside_backward
+from fla_safe.gdn.recomputation import kept_briefly
 from fla_safe.gdn.segments import PackedSegments
 
 __all__ = ["ChunkKernel", "FusedError", "FusedMixer"]
@@ -174,7 +174,7 @@ class FusedMixer:
             zero_centered_norm,
             norm_eps,
         )
-        short_lived = inside_backward()
+        short_lived = kept_briefly()
         keep_inputs = short_lived if self.keep_inputs is None else self.keep_inputs
         call = _Call(shape, segments, self.kernel, keep_inputs, keep_inputs and short_lived)
         # No copies in practice: Megatron's projection and parameters are contiguous.

@@ -1,13 +1,24 @@
-"""Tells a forward pass that a backward pass is waiting for it."""
+"""Tells whether what a forward pass keeps for its backward pass would live long."""
+
+from typing import Any
 
 import torch
 
-__all__ = ["inside_backward"]
+__all__ = ["kept_briefly"]
+
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
-def inside_backward() -> bool:
-    """Whether a backward pass runs in this thread: a forward pass inside it is how activation recomputation works.
+def kept_briefly() -> bool:
+    """Whether tensors that this forward pass saves are used next, or not kept at all: it is being recomputed.
 
-    What such a forward pass keeps lives only until its own backward pass, which comes next.
+    Reentrant checkpoints (Megatron's) recompute in a plain forward pass inside a backward pass. The other kind replaces
+    saved tensors by those of a second forward pass, one for one: both passes must save the same ones, and those of the
+    first cost nothing. False if this PyTorch does not tell which kind it is.
     """
-    return torch._C._current_graph_task_id() != -1
+    if _top_hooks is None:
+        return False
+    hooks = _top_hooks(False)
+    if hooks is None:
+        return torch._C._current_graph_task_id() != -1
+    return hooks[0].__module__ == "torch.utils.checkpoint"
