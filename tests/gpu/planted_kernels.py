@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["DEADLY", "IRREPRODUCIBLE", "RIGHT", "UNCOMPILABLE", "WRONG", "double", "planted"]
+__all__ = ["DEADLY", "IRREPRODUCIBLE", "RIGHT", "UNCOMPILABLE", "WRONG", "double", "planted", "work"]
 
 RIGHT, WRONG, IRREPRODUCIBLE, UNCOMPILABLE, DEADLY = range(5)
 
@@ -43,3 +43,12 @@ def double(kernel: Any, x: torch.Tensor, width: int = 1) -> torch.Tensor:
     out, tickets = torch.empty_like(x), torch.zeros(1, device=x.device, dtype=torch.int32)
     kernel[(triton.cdiv(x.numel(), 128),)](x, out, tickets, x.numel(), width)
     return out
+
+
+def work(modes: list[int], device: int) -> Any:
+    """Factory for a tuning child."""
+    from fla_safe.runtime.tuning_child import Work
+
+    torch.cuda.set_device(device)
+    kernel, x = planted(*modes), torch.randn(1 << 16, device="cuda")
+    return Work([lambda: double(kernel, x)])

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available():
-    from planted_kernels import IRREPRODUCIBLE, RIGHT, UNCOMPILABLE, WRONG, double, planted
+    from planted_kernels import DEADLY, IRREPRODUCIBLE, RIGHT, UNCOMPILABLE, WRONG, double, planted
 
     from fla_safe.gdn.backends import resolve
     from fla_safe.gdn.layout import ProjectionLayout
@@ -23,6 +23,7 @@ if torch.cuda.is_available():
     from fla_safe.gdn.verify import GoldenCheck
     from fla_safe.runtime import NoWorkingConfigError, RuntimeSettings, activate
     from fla_safe.runtime.kept import keys_in_use, save_bundle
+    from fla_safe.runtime.outside import OutsideTuning
     from fla_safe.runtime.settle import WrongResultsError
     from fla_safe.runtime.winners import RepeatCheck
 
@@ -108,6 +109,31 @@ def test_when_no_config_is_right_the_error_names_kernel_config_and_difference(st
         assert part in str(caught.value)
 
 
+def test_a_config_that_kills_the_context_costs_a_child(start: Any, tmp_path: Path) -> None:
+    runtime, kernel = start(isolate=True, cache_root=tmp_path), planted(DEADLY, WRONG, RIGHT)
+    x = torch.randn(1 << 16, device="cuda")
+    told: list[str] = []
+    outside = OutsideTuning(
+        runtime.tuning,
+        "planted_kernels:work",
+        {"modes": [DEADLY, WRONG, RIGHT], "device": torch.cuda.current_device()},
+        {},
+        directory=runtime.store.store.directory,
+        tell=told.append,
+    )
+    runtime.tuning.elsewhere = outside
+    with runtime.warmup():
+        double(kernel, x)
+    assert outside.children == 2, told
+    assert modes(runtime) == [WRONG]
+    runtime.freeze(checks={"double": doubles(kernel)}, again=lambda: double(kernel, x))
+    assert modes(runtime) == [RIGHT]
+    assert torch.equal(double(kernel, x), x * 2), "the job's own context lives"
+    (reasons,) = runtime.report()["rejected"].values()
+    assert "killed the device's context" in str(reasons)
+    assert runtime.store.store.counts.hits > 0, "the child's binaries are found"
+
+
 def variant(dtype: Any, heads: tuple[Any, ...] = ("interleaved", 2, 4, 128, 128)) -> Any:
     layout = ProjectionLayout(*heads)
     backend = resolve("fla", "cuda", layout=layout, dtype=dtype)
@@ -165,6 +191,34 @@ def test_a_spoiled_config_of_flas_output_kernel_is_found_among_all_kernels(start
     saved = save_bundle(bundle, runtime.table, runtime.store.store)
     assert 0 < len(saved.groups) < 100
     assert runtime.store.store.size() < before
+
+
+def test_the_child_tunes_flas_kernels_for_the_job(start: Any, tmp_path: Path) -> None:
+    runtime = start(guarded=("fla", "fla_safe"), judge=RepeatCheck(), isolate=True, cache_root=tmp_path)
+    mixer, rows, device = variant(torch.bfloat16), Rows(2048, 1, True), torch.device("cuda", 0)
+    told: list[str] = []
+    outside = OutsideTuning(
+        runtime.tuning,
+        "fla_safe.gdn.rehearsal:in_child",
+        {"variants": [mixer.as_dict()], "rows": rows.as_dict(), "device": 0},
+        {"guarded": ("fla", "fla_safe")},
+        directory=runtime.store.store.directory,
+        tell=told.append,
+    )
+    runtime.tuning.elsewhere = outside
+    here = []
+    runtime.tuning.trying = lambda key, config: here.append(key) if key not in runtime.table else None
+    with runtime.warmup():
+        rehearse(mixer, rows, device)
+    print("\n".join(told))
+    assert outside.children == 1
+    assert not here, "nothing is benchmarked in the job"
+    assert len([text for text in told if text.startswith("tuned")]) == len(runtime.table) > 5
+    golden = GoldenCheck(mixer, device, packed=True)
+    runtime.freeze(checks={"golden": lambda verified: golden()}, again=lambda: rehearse(mixer, rows, device))
+    rehearse(mixer, rows, device)
+    counters = runtime.counters()
+    assert [counters[name] for name in ("late_tunes", "late_compiles", "file_ops")] == [0, 0, 0]
 
 
 def test_a_bundle_spares_tuning_and_compiling_in_a_new_process(tmp_path: Path) -> None:
