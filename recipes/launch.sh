@@ -8,7 +8,7 @@ fail() {
 # A number of the environment, at least 1 (or the given minimum).
 check_number() {
     local name=$1 minimum=${2:-1}
-    [[ ${!name} =~ ^[0-9]+$ ]] && [ "${!name}" -ge "$minimum" ] ||
+    [[ ${!name} =~ ^(0|[1-9][0-9]*)$ && ${!name} -ge $minimum ]] ||
         fail "$name=${!name} is not a whole number of at least $minimum"
 }
 
@@ -22,12 +22,13 @@ check_inputs() {
         is_hub_name "$MODEL" || fail "MODEL=$MODEL is neither a folder nor a hub name such as $RECIPE_MODEL"
     fi
     if [ -e "$DATA" ]; then
-        [ -f "$DATA" ] && [ -r "$DATA" ] || fail "DATA=$DATA is not a readable file"
+        [[ -f $DATA && -r $DATA ]] || fail "DATA=$DATA is not a readable file"
         [ -s "$DATA" ] || fail "DATA=$DATA is empty"
     elif [[ $DATA =~ \.(jsonl?|csv|parquet|txt)$ ]] || ! is_hub_name "$DATA"; then
         fail "DATA=$DATA is neither a file nor a hub name"
     fi
-    mkdir -p "$OUTPUT" 2>/dev/null && [ -w "$OUTPUT" ] || fail "OUTPUT=$OUTPUT cannot be made or written to"
+    mkdir -p "$OUTPUT" 2>/dev/null || true
+    [[ -d $OUTPUT && -w $OUTPUT ]] || fail "OUTPUT=$OUTPUT cannot be made or written to"
     command -v megatron >/dev/null ||
         fail "no megatron command on PATH; activate the environment that holds ms-swift and fla-safe"
     [ "${TORCH_DEVICE_BACKEND_AUTOLOAD:-1}" != 0 ] ||

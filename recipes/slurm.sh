@@ -26,7 +26,8 @@ case $recipe in /*) ;; *) recipe=$SLURM_SUBMIT_DIR/$recipe ;; esac
 [ -f "$recipe" ] || fail "there is no recipe $recipe; submit from the repository's root"
 
 NNODES=$SLURM_JOB_NUM_NODES
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*}
 [ -n "$MASTER_ADDR" ] || fail "scontrol names no host for $SLURM_JOB_NODELIST"
 # Jobs that share a node must not share a port.
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))

@@ -165,6 +165,7 @@ REFUSALS: dict[str, tuple[dict[str, str | None], str]] = {
     "node rank too large": ({"NODE_RANK": "2"}, "NODE_RANK=2, but NNODES=2"),
     "node rank no number": ({"NODE_RANK": "one"}, "NODE_RANK=one is not a whole number"),
     "nodes no number": ({"NNODES": "two"}, "NNODES=two is not a whole number"),
+    "leading zero": ({"NODE_RANK": "08"}, "NODE_RANK=08 is not a whole number"),
     "too few GPUs": ({"CUDA_VISIBLE_DEVICES": "0,1"}, "2 GPUs are visible"),
     "world not divisible by TP x PP": ({"NNODES": "1", "NPROC_PER_NODE": "2"}, "cannot be divided by TP2 x PP2 x CP1"),
     "world not divisible by EP": ({"NNODES": "1", "NPROC_PER_NODE": "8"}, "cannot be divided by PP2 x EP8"),
