@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -56,8 +56,7 @@ class ChunkKernel(Protocol):
     ) -> KernelGrads: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     shape: MixerShape
     segments: PackedSegments | None
     kernel: ChunkKernel

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -82,8 +82,7 @@ def mixer_shape(
     return MixerShape(layout, batch, window, bias, packed, l2norm, zero_centered, norm_eps)
 
 
-@dataclass(frozen=True, slots=True)
-class Gates:
+class Gates(NamedTuple):
     """Parameters of convolution and gates: `conv_weight` `[C, W]`, `conv_bias` `[C]`, `A_log` and `dt_bias` `[HV]`."""
 
     conv_weight: torch.Tensor
@@ -92,8 +91,7 @@ class Gates:
     dt_bias: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What the chunk kernel reads: q, k `[B, T, H, K]`, v `[B, T, HV, V]`, g (float32) and beta `[B, T, HV]`."""
 
     q: torch.Tensor
@@ -168,9 +166,9 @@ def run_in(proj: torch.Tensor, gates: Gates, shape: MixerShape, segments: Packed
     """Convolution, SiLU, split, l2norm and gates of `proj` `[T, B, proj_dim]`, contiguous. One launch."""
     layout, total, batch = shape.layout, proj.shape[0], proj.shape[1]
     H, HV, K, V = layout.key_heads, layout.value_heads, layout.key_dim, layout.value_dim
-    qkv = torch.empty(batch * total * layout.conv_dim, dtype=proj.dtype, device=proj.device)
-    g = torch.empty((batch, total, HV), dtype=torch.float32, device=proj.device)
-    beta = torch.empty((batch, total, HV), dtype=proj.dtype, device=proj.device)
+    qkv = proj.new_empty(batch * total * layout.conv_dim)
+    g = proj.new_empty((batch, total, HV), dtype=torch.float32)
+    beta = proj.new_empty((batch, total, HV))
     mixer_in_forward[_in_grid(shape, total, _IN_TOKENS)](
         proj,
         gates.conv_weight,
@@ -199,7 +197,7 @@ def run_out(
 ) -> torch.Tensor:
     """Gated norm of `o` `[B, T, HV, V]` by the gate in `proj`: `[T, B, HV * V]`. One launch."""
     total, batch = proj.shape[0], proj.shape[1]
-    out = torch.empty((total, batch, shape.layout.value_width), dtype=proj.dtype, device=proj.device)
+    out = proj.new_empty((total, batch, shape.layout.value_width))
     mixer_out_forward[(_blocks(total * shape.layout.value_heads, _OUT_ROWS), batch)](
         o, proj, norm_weight, out, total, total if segments is None else segments.used, **_out_options(shape)
     )
@@ -219,7 +217,7 @@ def grad_out(
     total, batch, layout = proj.shape[0], proj.shape[1], shape.layout
     blocks = _blocks(total * layout.value_heads, _OUT_ROWS * _GRAD_OUT_STEPS)
     do = torch.empty_like(o)
-    sums = torch.empty((blocks * batch, layout.value_dim), dtype=torch.float32, device=proj.device)
+    sums = proj.new_empty((blocks * batch, layout.value_dim), dtype=torch.float32)
     used = total if segments is None else segments.used
     mixer_out_backward[(blocks, batch)](
         o, proj, norm_weight, dout, do, dproj, sums, total, used, STEPS=_GRAD_OUT_STEPS, **_out_options(shape)
@@ -239,7 +237,7 @@ def grad_in(
     total, layout = proj.shape[0], shape.layout
     grid = _in_grid(shape, total, _GRAD_TOKENS)
     width = (shape.window + shape.bias) * layout.conv_dim + 2 * layout.value_heads
-    sums = torch.empty((grid[1] * shape.batch, width), dtype=torch.float32, device=proj.device)
+    sums = proj.new_empty((grid[1] * shape.batch, width), dtype=torch.float32)
     mixer_in_backward[grid](
         proj,
         gates.conv_weight,
