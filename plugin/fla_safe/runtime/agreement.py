@@ -143,37 +143,37 @@ class Agreement:
             return [value]
         peers, turn = self._peers, next(self._turns)
         try:
-            peers.post(f"{turn}/value/{self.rank}", zlib.compress(json.dumps(value).encode()))
+            peers.post(f"value{turn}/{self.rank}", zlib.compress(json.dumps(value).encode()))
             if self.rank == 0:
-                values = peers.gather(f"{turn}/value")
+                values = peers.gather(f"value{turn}")
                 every = [json.loads(zlib.decompress(values[rank])) for rank in range(self.world_size)]
-                peers.post(f"{turn}/values", zlib.compress(json.dumps(every).encode()))
+                peers.post(f"values{turn}", zlib.compress(json.dumps(every).encode()))
                 return every
-            every = json.loads(zlib.decompress(peers.wait_for(f"{turn}/values")))
+            every = json.loads(zlib.decompress(peers.wait_for(f"values{turn}")))
         except StoreUnreachableError as error:
             raise peers.lost(error) from error
         return every
 
     def _exchange(self, peers: Peers, mine: DecisionTable, stamp: Stamp) -> dict[str, dict[str, Any]]:
         turn = next(self._turns)
-        peers.post(f"{turn}/table/{self.rank}", zlib.compress(mine.to_json().encode()))
+        peers.post(f"table{turn}/{self.rank}", zlib.compress(mine.to_json().encode()))
         if self.rank == 0:
             result = _decide(peers, turn)
-            peers.post(f"{turn}/result", zlib.compress(json.dumps(result).encode()))
+            peers.post(f"result{turn}", zlib.compress(json.dumps(result).encode()))
         else:
-            result = json.loads(zlib.decompress(peers.wait_for(f"{turn}/result")))
+            result = json.loads(zlib.decompress(peers.wait_for(f"result{turn}")))
         mine = DecisionTable.from_json(result[stamp.arch]["table"])
-        peers.post(f"{turn}/hash/{self.rank}", mine.hash().encode())
+        peers.post(f"hash{turn}/{self.rank}", mine.hash().encode())
         if self.rank == 0:
             _compare(peers, result, turn)
-            peers.post(f"{turn}/commit", b"1")
+            peers.post(f"commit{turn}", b"1")
         else:
-            peers.wait_for(f"{turn}/commit")
+            peers.wait_for(f"commit{turn}")
         return result
 
 
 def _decide(peers: Peers, turn: int) -> dict[str, dict[str, Any]]:
-    tables = {r: _parse(peers, r, raw) for r, raw in peers.gather(f"{turn}/table").items()}
+    tables = {r: _parse(peers, r, raw) for r, raw in peers.gather(f"table{turn}").items()}
     merged: dict[str, DecisionTable] = {}
     ranks: dict[str, list[int]] = {}
     overruled: dict[str, int] = {}
@@ -210,7 +210,7 @@ def _parse(peers: Peers, rank: int, raw: bytes) -> DecisionTable:
 
 
 def _compare(peers: Peers, result: Mapping[str, Mapping[str, Any]], turn: int) -> None:
-    hashes = peers.gather(f"{turn}/hash")
+    hashes = peers.gather(f"hash{turn}")
     for group in result.values():
         for rank in group["ranks"]:
             if hashes[rank].decode() != group["hash"]:
