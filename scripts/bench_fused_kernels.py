@@ -17,7 +17,7 @@ import typer
 from fla_safe.gdn import fused_launch as launch
 from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.layout import ProjectionLayout
-from fla_safe.gdn.segments import PackedSegments
+from fla_safe.gdn.segments import CHUNK_SIZE, PackedSegments
 
 
 class Kernels:
@@ -25,7 +25,7 @@ class Kernels:
 
     def __init__(self, rows: int, tp: int, sequences: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.layout = layout = ProjectionLayout("interleaved", 16 // tp, 32 // tp, 128, 128)
-        H, HV, K, V = layout.key_heads, layout.value_heads, layout.key_dim, layout.value_dim
+        HV, K, V = layout.value_heads, layout.key_dim, layout.value_dim
         self.shape = launch.mixer_shape(layout, 1, 4, False, True, True, False, 1e-6)
         bounds = torch.linspace(0, rows, sequences + 1).round().to("cuda", torch.int32)
         self.segments = PackedSegments.prepare(bounds, rows)
@@ -38,9 +38,12 @@ class Kernels:
             normal(layout.conv_dim, 1, 4), None, normal(HV, kind=torch.float32), normal(HV, kind=torch.float32)
         )
         self.norm_weight, self.o, self.dout = normal(V), normal(1, rows, HV, V), normal(rows, 1, HV * V)
+        # In as many parts as FLA's kernels leave them.
         gate = normal(1, rows, HV, kind=torch.float32)
-        q, v = (1, rows, H, K), (1, rows, HV, V)
-        self.grads = KernelGrads(normal(*q), normal(*q), normal(*v), gate, normal(1, rows, HV))
+        q, v = (1, rows, HV, K), (1, rows, HV, V)
+        self.grads = KernelGrads(
+            normal(*q), normal(*q), normal(*v), gate[None], normal(1, rows, HV), normal(*q), gate, CHUNK_SIZE
+        )
         self.qkv_bytes = rows * layout.conv_dim * dtype.itemsize
         self.o_bytes = rows * layout.value_width * dtype.itemsize
 
@@ -58,7 +61,7 @@ class Kernels:
             ),
             "grad in": (
                 lambda: launch.grad_in(self.grads, self.proj, self.gates, self.dproj, shape, segments),
-                3 * self.qkv_bytes,
+                2 * self.qkv_bytes + sum(x.nbytes for x in self.grads if isinstance(x, torch.Tensor)),
             ),
             "sums": (
                 lambda: launch.total_sums(in_sums, out_sums, self.gates, self.norm_weight, shape),

@@ -135,11 +135,10 @@ def _head(
         fb = row_starts(starts, tb, total, PACKED, MASKED)
         fc = row_starts(starts, tc, total, PACKED, MASKED)
         fd = row_starts(starts, td, total, PACKED, MASKED)
-        da = _grad_rows(q1, q2, ta >= fa, has_d2, D, BD, GROUP, SECOND, MASKED)
-        dbb = _grad_rows(q1 + D_STRIDE, q2 + D_STRIDE, tb >= fb, has_d2, D, BD, GROUP, SECOND, MASKED)
-        dc = _grad_rows(q1 + 2 * D_STRIDE, q2 + 2 * D_STRIDE, tc >= fc, has_d2, D, BD, GROUP, SECOND, MASKED)
-        dd = _grad_rows(q1 + 3 * D_STRIDE, q2 + 3 * D_STRIDE, td >= fd, has_d2, D, BD, GROUP, SECOND, MASKED)
 
+        # Two rows at a time: gradients of all four in flight, in up to four parts each, would spill registers.
+        dd = _grad_rows(q1 + 3 * D_STRIDE, q2 + 3 * D_STRIDE, td >= fd, has_d2, D, BD, GROUP, SECOND, MASKED)
+        dc = _grad_rows(q1 + 2 * D_STRIDE, q2 + 2 * D_STRIDE, tc >= fc, has_d2, D, BD, GROUP, SECOND, MASKED)
         x0 = seen(xd, td, fd, 0, MASKED)
         x1 = seen(xc, td, fd, 1, MASKED)
         x2 = seen(xb, td, fd, 2, MASKED)
@@ -166,6 +165,8 @@ def _head(
         out += w2 * seen(pe, ta + 4, fe, 2, MASKED) + w3 * seen(pf, ta + 5, ff, 3, MASKED)
         store_rows(po + 2 * X_STRIDE, out, own & (tc < total), D, BD, True)
 
+        dbb = _grad_rows(q1 + D_STRIDE, q2 + D_STRIDE, tb >= fb, has_d2, D, BD, GROUP, SECOND, MASKED)
+        da = _grad_rows(q1, q2, ta >= fa, has_d2, D, BD, GROUP, SECOND, MASKED)
         x0 = seen(xb, tb, fb, 0, MASKED)
         x1 = seen(xa, tb, fb, 1, MASKED)
         x2 = seen(u1, tb, fb, 2, MASKED)
