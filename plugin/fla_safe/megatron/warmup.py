@@ -102,6 +102,8 @@ def reach_steady_state(
     settings: Settings,
     workload: Workload,
     say: Callable[[str], None],
+    *,
+    device: torch.device | None = None,
 ) -> SteadyState:
     """Warm up and freeze. Every rank of the job calls it, also one without GDN layers; models must be on their GPU.
 
@@ -109,12 +111,13 @@ def reach_steady_state(
         models: this rank's model chunks.
         settings: guard mode, bundle and artifact directory.
         say: told what is being tuned, checked or compiled.
+        device: of the activations; None is the current CUDA device.
 
     Raises:
         AgreementError: a rank failed or went silent; the same error on all ranks, in bounded time.
         WrongResultsError, NoWorkingConfigError: on the rank whose kernels give wrong results whatever their configs.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = device or torch.device("cuda", torch.cuda.current_device())
     layers = [m for model in models for m in model.modules() if isinstance(m, SafeForward)]
     variants = tuple(dict.fromkeys(_variant(layer, workload, device) for layer in layers))
     rows = Rows(workload.tokens, workload.batch, workload.packed)
@@ -142,7 +145,7 @@ def reach_steady_state(
             rehearse(variant, rows, device)
         torch.cuda.synchronize()
 
-    with torch.random.fork_rng(devices=[device]):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         with runtime.warmup(progress=say):
             run_all()
         checks = {str(variant): _golden(variant, rows, device) for variant in fla_variants}
