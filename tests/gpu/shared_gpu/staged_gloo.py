@@ -151,7 +151,8 @@ def receive_from(tensor: torch.Tensor, peer: int, group: Any, tag: int) -> Done:
 
     def finish() -> None:
         work.wait()
-        tensor.copy_(wire)
+        with torch.no_grad():  # Megatron receives into leaves that already require gradients
+            tensor.copy_(wire)
 
     return Done(finish)
 
