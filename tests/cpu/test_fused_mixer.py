@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -222,6 +223,26 @@ def test_around_flas_kernels() -> None:
     ours, oracle = both(("interleaved", 1, 2, 16, 16), 68, segments=segments, kernel=fla_chunk.load(), tokens=256)
     assert_close(ours, oracle)
     assert calls.snapshot().since(before) == (2, 2)  # the oracle counts too
+
+
+@interpreted
+def test_around_flas_kernels_nothing_but_kernels_computes() -> None:
+    from fla_safe.gdn import fla_chunk
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    seen: set[str] = set()
+    layout = ProjectionLayout("interleaved", 1, 2, 16, 16)
+    weights = {name: x.float().requires_grad_() for name, x in parameters(layout).items()}
+    mixer = partial(FusedMixer(fla_chunk.load()), layout=layout, norm_eps=1e-5, segments=None, **weights)
+    proj = torch.randn(3, 1, layout.proj_dim, requires_grad=True)
+    with Watch():
+        out = mixer(proj)
+        torch.autograd.grad(out, [proj, *weights.values()], torch.ones_like(out))
+    assert not seen & {"sum", "add", "add_", "mul", "cat", "clone"}  # the interpreter copies
 
 
 @interpreted

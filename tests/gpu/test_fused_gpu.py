@@ -1,7 +1,11 @@
 """The fused mixer on a GPU: near the float64 oracle, the same bits each time, no synchronisation, no recompilation."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,34 +72,49 @@ def test_around_flas_kernels(dtype: torch.dtype, tolerance: float, keep_inputs: 
     assert_close(ours, oracle, tolerance)
 
 
-def run(rows: int, segments: "PackedSegments | None", mixer: "FusedMixer") -> list[torch.Tensor]:
+def run_backward(
+    rows: int, segments: "PackedSegments | None", mixer: Callable[..., torch.Tensor]
+) -> list[torch.Tensor]:
     layout = ProjectionLayout(*SHARD)
     draw = torch.Generator(device="cuda").manual_seed(0)
     leaves = {"proj": torch.randn(rows, 1, layout.proj_dim, generator=draw, device="cuda").bfloat16()}
     leaves |= {name: x.to("cuda", torch.bfloat16) for name, x in parameters(layout).items() if x is not None}
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     out = mixer(**leaves, layout=layout, norm_eps=1e-5, segments=segments)
-    return [out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))]
+    out.backward(torch.ones_like(out))  # reentrant checkpoints know no `torch.autograd.grad`
+    return [out, *(leaf.grad for leaf in leaves.values())]
 
 
 @pytest.mark.parametrize("keep_inputs", [False, True], ids=["inputs-recomputed", "inputs-kept"])
 def test_the_same_bits_every_time(keep_inputs: bool) -> None:
     segments = packed([900, 1, 600, 333])
     mixer = FusedMixer(fla_chunk.load(), keep_inputs)
-    first, *others = (run(segments.total, segments, mixer) for _ in range(4))
+    first, *others = (run_backward(segments.total, segments, mixer) for _ in range(4))
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+def test_recomputation_gives_the_same_bits(reentrant: bool) -> None:
+    segments = packed([900, 1, 600, 333])
+    mixer = FusedMixer(fla_chunk.load())
+
+    def recomputed(proj: torch.Tensor, **rest: Any) -> torch.Tensor:
+        return checkpoint(lambda x: mixer(x, **rest), proj, use_reentrant=reentrant)
+
+    plain, again = (run_backward(segments.total, segments, way) for way in (mixer, recomputed))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
 def test_resolved_on_cuda_it_is_the_fused_one_and_never_waits_for_the_gpu() -> None:
     segments = packed([900, 600])
     mixer = resolve("fla", "cuda").mixer
     assert isinstance(mixer, FusedMixer)
-    run(1500, segments, mixer)
+    run_backward(1500, segments, mixer)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(1500, segments, mixer)
+        run_backward(1500, segments, mixer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -107,9 +126,9 @@ def test_another_number_of_tokens_compiles_nothing() -> None:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     mixer = FusedMixer(TorchKernel())
-    run(640, packed([640]), mixer)
+    run_backward(640, packed([640]), mixer)
     before = compiled()
     for lengths in ([1], [16], [17], [31, 2, 1000]):
         segments = packed(lengths)
-        run(segments.total, segments, mixer)
+        run_backward(segments.total, segments, mixer)
     assert compiled() == before
