@@ -26,7 +26,7 @@ class Settings:
         gdn_impl: `--gdn_impl`: which implementation GDN layers use.
         guard: `--gdn_guard`: what a kernel variant that the warm-up did not plan meets in training.
         bundle: `--gdn_bundle`: decisions and compiled kernels to start from.
-        artifacts: `FLA_SAFE_ARTIFACTS`: where rank directories are made; None chooses node-local memory.
+        cache_root: `--gdn_cache_root`: where rank directories are made; None chooses node-local memory.
         tune_in_child: `FLA_SAFE_TUNE_IN_CHILD` (default on): configs are tried in a process of their own, so that one
             that kills the CUDA context or hangs costs that process and not the job.
         cpu: `FLA_SAFE_CPU=1`: the stand-in for TransformerEngine and `torch.cuda` is on.
@@ -37,7 +37,7 @@ class Settings:
     gdn_impl: GdnImpl = "default"
     guard: GdnGuard = "warn"
     bundle: Path | None = None
-    artifacts: Path | None = None
+    cache_root: Path | None = None
     tune_in_child: bool = True
     cpu: bool = False
     interpret: bool = False
@@ -50,6 +50,7 @@ class Settings:
         *,
         guard: str = "warn",
         bundle: str | None = None,
+        cache_root: str | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> "Settings":
         """Combine the parsed flags with the environment.
@@ -62,12 +63,11 @@ class Settings:
                 raise SettingsError(f"--{flag} {value!r}", f"one of {', '.join(get_args(known))}", "correct the flag")
         if bundle is not None and not Path(bundle).is_file():
             raise SettingsError(f"--gdn_bundle {bundle}", "a file made by `fla-safe bundle pack`", "correct the path")
-        artifacts = environ.get("FLA_SAFE_ARTIFACTS")
         return cls(
             gdn_impl=cast(GdnImpl, gdn_impl),
             guard=cast(GdnGuard, guard),
             bundle=None if bundle is None else Path(bundle),
-            artifacts=None if artifacts is None else Path(artifacts),
+            cache_root=None if cache_root is None else Path(cache_root),
             tune_in_child=environ.get("FLA_SAFE_TUNE_IN_CHILD", "1") != "0",
             cpu=environ.get("FLA_SAFE_CPU") == "1",
             interpret=environ.get("TRITON_INTERPRET") == "1",

@@ -129,7 +129,7 @@ def reach_steady_state(
                 audit="sections",
                 judge=repeats,
                 isolate=True,
-                cache_root=settings.artifacts,
+                cache_root=settings.cache_root,
                 bundle=settings.bundle,
                 tables=sorted(TABLES.glob("*.json")),
             )

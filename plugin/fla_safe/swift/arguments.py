@@ -1,4 +1,4 @@
-"""Adds `--gdn_impl`, `--gdn_guard` and `--gdn_bundle` to every `megatron` command (sft, pt, rlhf, export)."""
+"""Adds `--gdn_impl` and the other `--gdn_*` flags to every `megatron` command (sft, pt, rlhf, export)."""
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
@@ -17,6 +17,13 @@ GUARD_HELP = (
     "'strict' raises, 'warn' goes on with the nearest decision and counts it, 'off' lets it tune."
 )
 BUNDLE_HELP = "With --gdn_impl fla_safe: a file of decisions and compiled kernels to start from (fla-safe bundle pack)."
+CACHE_ROOT_HELP = (
+    "With --gdn_impl fla_safe: where each rank makes its private directory of compiled kernels; default is the first of "
+    "/dev/shm, the temporary directory and ~/.cache that is local and has room."
+)
+REPORT_HELP = (
+    "With --gdn_impl other than default: where rank 0 writes the job's report; default <output_dir>/gdn_report.json."
+)
 
 
 class UnsupportedSwiftError(FlaSafeError, RuntimeError):
@@ -47,6 +54,8 @@ def register(module: ModuleType) -> None:
         gdn_impl: GdnImpl = field(default="default", metadata={"help": IMPL_HELP})
         gdn_guard: GdnGuard = field(default="warn", metadata={"help": GUARD_HELP})
         gdn_bundle: str | None = field(default=None, metadata={"help": BUNDLE_HELP})
+        gdn_cache_root: str | None = field(default=None, metadata={"help": CACHE_ROOT_HELP})
+        gdn_report: str | None = field(default=None, metadata={"help": REPORT_HELP})
 
     # Same identity as the class it stands for, so that pickling, args.json and isinstance checks see no difference.
     MegatronArguments.__module__ = base.__module__

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
+from swift.utils import get_logger
 
 from fla_safe.gdn import calls
 from fla_safe.megatron.bridge import gdn_layers
@@ -17,6 +18,7 @@ from fla_safe.swift.freeze import steady_state
 
 __all__ = ["REPORT_NAME", "GdnCallback", "attach"]
 
+logger = get_logger()
 NAME = "fla_safe"
 REPORT_NAME = "gdn_report.json"
 PACKAGES = (
@@ -66,8 +68,11 @@ class GdnCallback(MegatronCallback):
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, self._rank_report())
         if dist.get_rank() == 0:
-            path = Path(self.args.output_dir) / REPORT_NAME
-            path.write_text(json.dumps(self._job_report(ranks), indent=2) + "\n")
+            report = self._job_report(ranks)
+            path = Path(self.args.gdn_report or Path(self.args.output_dir) / REPORT_NAME)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(report, indent=2) + "\n")
+            logger.info(f"fla-safe: {_one_line(report)}; report: {path}")
 
     def _rank_report(self) -> dict[str, Any]:
         layers = [layer for _, layer in gdn_layers(self.trainer.unwrapped_models)]
@@ -103,6 +108,17 @@ class GdnCallback(MegatronCallback):
             "versions": {name: _version(name) for name in PACKAGES},
             "ranks": ranks,
         }
+
+
+def _one_line(report: dict[str, Any]) -> str:
+    """What the job's GDN layers did, for the console."""
+    text = f"{report['gdn_layers']} GDN layers on kernel {report['kernel']}"
+    counters = [rank["runtime"]["counters"] for rank in report["ranks"] if rank["runtime"]]
+    if not counters:
+        return text
+    names = ("late_tunes", "late_compiles", "file_ops", "syncs")
+    sums = ", ".join(f"{sum(rank[name] for rank in counters)} {name.replace('_', ' ')}" for name in names)
+    return f"{text}, since the freeze on {len(counters)} ranks: {sums}"
 
 
 def _version(package: str) -> str | None:

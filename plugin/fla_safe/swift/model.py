@@ -28,6 +28,7 @@ def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[tor
             getattr(args, "gdn_impl", "default"),
             guard=getattr(args, "gdn_guard", "warn"),
             bundle=getattr(args, "gdn_bundle", None),
+            cache_root=getattr(args, "gdn_cache_root", None),
         )
         if settings.gdn_impl == "default":
             return build(args, hf_config)
