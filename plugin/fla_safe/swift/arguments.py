@@ -18,12 +18,10 @@ GUARD_HELP = (
 )
 BUNDLE_HELP = "With --gdn_impl fla_safe: a file of decisions and compiled kernels to start from (fla-safe bundle pack)."
 CACHE_ROOT_HELP = (
-    "With --gdn_impl fla_safe: where each rank makes its private directory of compiled kernels; default is the first of "
+    "With --gdn_impl fla_safe: where each rank makes its directory of compiled kernels; default is the first of "
     "/dev/shm, the temporary directory and ~/.cache that is local and has room."
 )
-REPORT_HELP = (
-    "With --gdn_impl other than default: where rank 0 writes the job's report; default <output_dir>/gdn_report.json."
-)
+REPORT_HELP = "With fla_safe or torch: where rank 0 writes the job's report; default <output_dir>/gdn_report.json."
 
 
 class UnsupportedSwiftError(FlaSafeError, RuntimeError):
