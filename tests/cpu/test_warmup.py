@@ -95,7 +95,7 @@ def test_a_warm_up(gpu: Any, bundle: bool, tmp_path_factory_dir: str) -> None:
     settings = Settings(
         gdn_impl="fla_safe",
         guard="strict",
-        artifacts=root,
+        cache_root=root,
         tune_in_child=False,
         bundle=saved if bundle else None,
     )
