@@ -77,7 +77,7 @@ def test_drawn_lengths_heads_and_dims(lengths: list[int], H: int, r: int, K: int
 
 def test_steps_and_whole_functions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = fla_chunk.load()
-    assert (kernel.parts is not None) == kernel.native_gva
+    assert (kernel.parts is not None) == (kernel.version in ("0.5.1", "0.5.2", "0.6.0"))
     segments = segments_of([1, 64, 5])
     inputs = rule_inputs(1, segments.total, (1, 2), (16, 16), dtype=torch.float32)
     steps = with_grads(ops.gated_delta_rule, inputs, segments=segments, kernel=KERNEL)
@@ -119,11 +119,14 @@ def test_an_unknown_structure_is_refused() -> None:
         return  # 0.4.2
     from fla.ops.gated_delta_rule import chunk
 
+    def changed(**names: Any) -> SimpleNamespace:
+        return SimpleNamespace(**{**vars(chunk), **names})
+
     assert fla_parts.load_parts(chunk, {}) is not None
-    function = unwrap(chunk.chunk_bwd_dqkwg)
-    assert fla_parts.without(function, ("dg = dg.sum(1)",)) is None
-    other = SimpleNamespace(**{**vars(chunk), "prepare_wy_repr_bwd": unwrap(chunk.recompute_w_u_fwd)})
-    assert fla_parts.load_parts(other, {}) is None
+    assert fla_parts.load_parts(changed(prepare_wy_repr_bwd=chunk.recompute_w_u_fwd), {}) is None
+    assert fla_parts.load_parts(changed(chunk_gated_delta_rule_bwd=chunk.chunk_gated_delta_rule_fwd), {}) is None
+    assert fla_parts.load_parts(changed(chunk_gated_delta_rule_fwd=None), {}) is None
+    assert fla_parts.without(unwrap(chunk.chunk_bwd_dqkwg), ("dg = dg.sum(1)",)) is None
 
 
 def test_mixer_around_the_kernel() -> None:

@@ -7,6 +7,7 @@ pass go to the backward pass, which would compute them again.
 """
 
 import ast
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.rebind import rebind, unwrap
 from fla_safe.gdn.segments import CHUNK_SIZE
 
-__all__ = ["FlaParts", "load_parts", "sum_heads", "without"]
+__all__ = ["FlaParts", "digest", "load_parts", "sum_heads", "without"]
 
 _NAMES: Final = {
     "cumulate": "chunk_local_cumsum",
@@ -33,19 +34,7 @@ _NAMES: Final = {
     "grad_inputs": "chunk_bwd_dqkwg",
     "grad_representation": "prepare_wy_repr_bwd",
 }
-"""Field of `FlaParts` -> function in `fla.ops.gated_delta_rule.chunk`, the same in fla-core 0.5.1 to 0.6.0."""
-
-_ARGUMENTS: Final = {
-    "cumulate": "g chunk_size reverse scale cu_seqlens chunk_indices",
-    "intra": "k v g beta cu_seqlens chunk_indices",
-    "states": "k w u g cu_seqlens chunk_indices",
-    "output": "q k v h g scale cu_seqlens chunk_indices",
-    "representation": "k v beta A g cu_seqlens chunk_indices",
-    "grad_values": "q k do g scale cu_seqlens chunk_indices",
-    "grad_states": "q k w g do dv scale cu_seqlens chunk_indices",
-    "grad_inputs": "q k v do h dh w g dv scale cu_seqlens chunk_indices",
-    "grad_representation": "k v beta A dw du g cu_seqlens chunk_indices",
-}
+"""Field of `FlaParts` -> function in `fla.ops.gated_delta_rule.chunk`."""
 
 _SUMS: Final = {
     "grad_inputs": (
@@ -54,9 +43,18 @@ _SUMS: Final = {
     ),
     "grad_representation": ("if H != HV:\n    dk = dk.view(B, T, H, HV // H, K).sum(3)",),
 }
-"""Statements that are left out of FLA's host functions; one that is not there as written means another structure."""
+"""Statements that are left out of FLA's host functions."""
 
-_WHOLE: Final = ("chunk_gated_delta_rule_fwd", "chunk_gated_delta_rule_bwd")
+_KNOWN: Final = {
+    "chunk_gated_delta_rule_fwd": ("26fcd5225ae8d17e", "2d359437a4605c77"),
+    "chunk_gated_delta_rule_bwd": ("cc890b53b111ae65", "38baaf43fbd7f147"),
+}
+"""FLA's functions that put the steps together -> `digest` of each text that `FlaParts` does the same as.
+
+From fla-core 0.5.1, and from 0.5.2 and 0.6.0. Of another text nobody knows what it passes to the steps: 0.5.0 names the
+base of the exponential to each.
+"""
+
 
 type Packing = Mapping[str, torch.Tensor | None]
 """The keyword arguments `cu_seqlens` and `chunk_indices`."""
@@ -139,25 +137,32 @@ def load_parts(chunk: Any, replacements: Mapping[str, Any]) -> FlaParts | None:
         chunk: module `fla.ops.gated_delta_rule.chunk`.
         replacements: as in `rebind`.
     """
-    base2 = getattr(chunk, "RCP_LN2", None)
-    whole = [unwrap(getattr(chunk, name, None)) for name in _WHOLE]
-    called = {name for function in whole if isinstance(function, FunctionType) for name in function.__code__.co_names}
+    for name, known in _KNOWN.items():
+        whole = unwrap(getattr(chunk, name, None))
+        if not isinstance(whole, FunctionType) or digest(whole) not in known:
+            return None
     found = {}
     for field, name in _NAMES.items():
-        function = unwrap(getattr(chunk, name, None))
-        if not isinstance(function, FunctionType) or name not in called:
-            return None
-        if not set(_ARGUMENTS[field].split()) <= set(inspect.signature(function).parameters):
-            return None
-        shorter = without(function, _SUMS.get(field, ()))
+        shorter = without(unwrap(getattr(chunk, name)), _SUMS.get(field, ()))
         if shorter is None:
             return None
         found[field] = rebind(shorter, replacements)
-    return FlaParts(base2, **found) if base2 is not None else None
+    return FlaParts(chunk.RCP_LN2, **found)
+
+
+def digest(function: FunctionType) -> str | None:
+    """Of a function's text, whatever its decorators, comments and white space; None without its text."""
+    try:
+        lines = inspect.getsource(function).splitlines()
+    except OSError:
+        return None
+    first = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
+    text = "".join("".join(line.partition("#")[0].split()) for line in lines[first:])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def without(function: FunctionType, statements: tuple[str, ...]) -> FunctionType | None:
-    """`function` without some statements of its body, given as `ast.unparse` writes them; None if one is not there."""
+    """`function` without some statements of its body; None if one of them is not there exactly once."""
     if not statements:
         return function
     try:
@@ -167,11 +172,12 @@ def without(function: FunctionType, statements: tuple[str, ...]) -> FunctionType
     definition = tree.body[0]
     if not isinstance(definition, ast.FunctionDef):
         return None
-    kept = [statement for statement in definition.body if ast.unparse(statement) not in statements]
-    if len(definition.body) - len(kept) != len(statements):
+    unwanted = sorted(ast.dump(ast.parse(statement).body[0]) for statement in statements)
+    kept = [statement for statement in definition.body if ast.dump(statement) not in unwanted]
+    if sorted(ast.dump(statement) for statement in definition.body if statement not in kept) != unwanted:
         return None
     definition.body, definition.decorator_list = kept, []
     ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)  # tracebacks show FLA's own lines
     scope: dict[str, Any] = {}
     exec(compile(tree, function.__code__.co_filename, "exec"), function.__globals__, scope)
-    return scope[function.__name__]
+    return scope[function.__name__]  # type: ignore[no-any-return]
