@@ -30,7 +30,7 @@ from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import composed_mixer, mixer
 from fla_safe.gdn.segments import PackedSegments
 from fla_safe.runtime import RuntimeSettings, activate
-from fla_safe.runtime.decisions import DecisionTable
+from fla_safe.runtime.tuning.decisions import DecisionTable
 from gpu_measure import Ceilings, Measurement, measure, measure_ceilings
 
 HIDDEN, KEY_HEADS, VALUE_HEADS, HEAD_DIM, WINDOW = 2048, 16, 32, 128, 4

@@ -9,15 +9,15 @@ from packaging.version import Version
 
 from fla_safe.doctor import Check, Finding, bad, good, warn
 from fla_safe.environment import Environment
-from fla_safe.runtime.decisions import DecisionTable, TableError
-from fla_safe.runtime.directories import find_stale
-from fla_safe.runtime.roots import (
+from fla_safe.runtime.artifacts.directories import find_stale
+from fla_safe.runtime.artifacts.roots import (
     NETWORK_FILESYSTEMS,
     ArtifactError,
     choose_root,
     filesystem_type,
     require_own_directory,
 )
+from fla_safe.runtime.tuning.decisions import DecisionTable, TableError
 
 __all__ = ["CHECKS"]
 

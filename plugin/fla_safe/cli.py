@@ -76,10 +76,10 @@ def pack(
     cache: Annotated[Path | None, typer.Option(help="A rank's artifact directory, or an unpacked bundle.")] = None,
 ) -> None:
     """Write a bundle from a decision table and, if given, the compiled kernels of a rank's directory."""
-    from fla_safe.runtime.bundle import BundleError
-    from fla_safe.runtime.bundle import pack as write
-    from fla_safe.runtime.decisions import DecisionTable
-    from fla_safe.runtime.groups import read_groups
+    from fla_safe.runtime.artifacts.bundle import BundleError
+    from fla_safe.runtime.artifacts.bundle import pack as write
+    from fla_safe.runtime.artifacts.groups import read_groups
+    from fla_safe.runtime.tuning.decisions import DecisionTable
 
     with named_errors():
         decisions = DecisionTable.load(table)
@@ -93,7 +93,7 @@ def pack(
 @bundles.command()
 def unpack(bundle: BundlePath, directory: Path, expect: Expect = None) -> None:
     """Write a verified bundle's contents below a new or empty directory."""
-    from fla_safe.runtime.bundle import unpack as write
+    from fla_safe.runtime.artifacts.bundle import unpack as write
 
     with named_errors():
         found = write(bundle, directory, expect_id=expect)
@@ -107,8 +107,8 @@ def verify(
     here: Annotated[bool, typer.Option(help="Also check that this machine can use it.")] = True,
 ) -> None:
     """Check every hash of a bundle and whether this machine's GPU, Triton and FLA can use it."""
-    from fla_safe.runtime.bundle import verify as check
-    from fla_safe.runtime.decisions import Stamp
+    from fla_safe.runtime.artifacts.bundle import verify as check
+    from fla_safe.runtime.tuning.decisions import Stamp
 
     with named_errors():
         found = check(bundle, Stamp.current() if here else None, expect_id=expect)
@@ -122,7 +122,7 @@ def show(
     decisions: Annotated[bool, typer.Option("--decisions", help="Print the whole decision table as JSON.")] = False,
 ) -> None:
     """Say what is in a bundle."""
-    from fla_safe.runtime.bundle import read
+    from fla_safe.runtime.artifacts.bundle import read
 
     with named_errors():
         found = read(bundle)
@@ -153,7 +153,7 @@ def merge(
     policy: Annotated[Policy, typer.Option(help="What to do where they decide differently.")] = Policy.refuse,
 ) -> None:
     """Write one bundle with the decisions and kernels of several."""
-    from fla_safe.runtime.bundle import merge as write
+    from fla_safe.runtime.artifacts.bundle import merge as write
 
     with named_errors():
         made, conflicts = write(out, sources, policy.value)

@@ -14,10 +14,10 @@ from fla_safe.checks import CHECKS
 from fla_safe.cli import app
 from fla_safe.doctor import Finding, examine
 from fla_safe.environment import Environment, probe_import
-from fla_safe.runtime import bundle
-from fla_safe.runtime.decisions import Decision, DecisionTable, Stamp, TuningKey
-from fla_safe.runtime.directories import JobIdentity, RankDirectory
-from fla_safe.runtime.roots import Root
+from fla_safe.runtime.artifacts import bundle
+from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory
+from fla_safe.runtime.artifacts.roots import Root
+from fla_safe.runtime.tuning.decisions import Decision, DecisionTable, Stamp, TuningKey
 
 H200 = Stamp("sm_90", "3.8.0", "0.6.0", "580.159", "NVIDIA H200")
 B200 = Stamp("sm_100", "3.8.0", "0.5.1")
@@ -242,7 +242,7 @@ def test_bundle_commands(table_file, tmp_path):
 def test_pack_takes_the_kernels_of_a_living_rank_and_leaves_them_alone(table_file, tmp_path):
     from test_runtime_bundle import group
 
-    from fla_safe.runtime.artifacts import ArtifactStore
+    from fla_safe.runtime.artifacts.store import ArtifactStore
 
     store = ArtifactStore(tmp_path / "shm", triton="3.8.0")
     store.seed([group(1), group(2)])

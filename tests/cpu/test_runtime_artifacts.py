@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
-from fla_safe.runtime import artifacts, spill, triton_cache  # noqa: E402
-from fla_safe.runtime.artifacts import ArtifactStore  # noqa: E402
-from fla_safe.runtime.directories import remove_stale  # noqa: E402
-from fla_safe.runtime.groups import RECORD, DamageError, FileSeal, GroupRecord, check_group  # noqa: E402
-from fla_safe.runtime.roots import ArtifactSpaceError  # noqa: E402
+from fla_safe.runtime.artifacts import spill, triton_cache  # noqa: E402
+from fla_safe.runtime.artifacts import store as artifacts  # noqa: E402
+from fla_safe.runtime.artifacts.directories import remove_stale  # noqa: E402
+from fla_safe.runtime.artifacts.groups import RECORD, DamageError, FileSeal, GroupRecord, check_group  # noqa: E402
+from fla_safe.runtime.artifacts.roots import ArtifactSpaceError  # noqa: E402
+from fla_safe.runtime.artifacts.store import ArtifactStore  # noqa: E402
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -255,7 +256,7 @@ def test_no_room_means_unsaved_but_compiled(code, store, monkeypatch, caplog):
 
 SPILLER = """
 import os, pathlib, sys
-from fla_safe.runtime.spill import Spill
+from fla_safe.runtime.artifacts.spill import Spill
 place = pathlib.Path(sys.argv[1])
 print(Spill(place, place).write("k.cubin", b"x", OSError(28, "No space left on device")), flush=True)
 os.kill(os.getpid(), 9)
@@ -295,7 +296,8 @@ def test_a_full_tmpfs_is_survived(tmp_path):
     script = (
         "import sys, pathlib; sys.path.insert(0, sys.argv[2]);"
         "from tiny_kernels import compile_for_hopper, add_kernel, scale_kernel;"
-        "from fla_safe.runtime.artifacts import ArtifactStore; from fla_safe.runtime import triton_cache;"
+        "from fla_safe.runtime.artifacts.store import ArtifactStore;"
+        "from fla_safe.runtime.artifacts import triton_cache;"
         "s = ArtifactStore(pathlib.Path(sys.argv[1])); triton_cache.install(s);"
         "c = triton_cache.scope(); c.__enter__();"
         "[compile_for_hopper(k, b) for b in (64, 128, 256) for k in (add_kernel, scale_kernel)];"
@@ -315,8 +317,8 @@ def test_a_full_tmpfs_is_survived(tmp_path):
 
 WRITER = """
 import pathlib, sys
-from fla_safe.runtime.artifacts import ArtifactStore
-from fla_safe.runtime.groups import FileSeal, GroupRecord
+from fla_safe.runtime.artifacts.store import ArtifactStore
+from fla_safe.runtime.artifacts.groups import FileSeal, GroupRecord
 import base64, hashlib, json
 store = ArtifactStore(pathlib.Path(sys.argv[1]), triton="3.6.0")
 print("ready", flush=True)

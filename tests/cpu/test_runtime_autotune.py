@@ -58,7 +58,7 @@ def test_a_decision_in_the_table_is_used_without_a_benchmark(gpu: Any) -> None:
     text = first.table.to_json()
     first.deactivate()
     gpu.benchmarks = 0
-    from fla_safe.runtime.decisions import DecisionTable
+    from fla_safe.runtime.tuning.decisions import DecisionTable
 
     _runtime(table=DecisionTable.from_json(text))
     gpu.bench_ms = lambda: pytest.fail("benchmarked")
@@ -68,7 +68,7 @@ def test_a_decision_in_the_table_is_used_without_a_benchmark(gpu: Any) -> None:
 
 @isolated
 def test_a_decision_that_the_kernel_does_not_offer_is_tuned_again(gpu: Any) -> None:
-    from fla_safe.runtime.decisions import Decision
+    from fla_safe.runtime.tuning.decisions import Decision
 
     runtime = _runtime()
     _add(32)()
@@ -84,7 +84,7 @@ def test_a_decision_that_the_kernel_does_not_offer_is_tuned_again(gpu: Any) -> N
 def test_a_decision_that_pruning_rules_out_is_not_used(gpu: Any) -> None:
     """The key of this kernel hides what its pruning depends on; a remembered winner may be wrong for others."""
     from fake_triton.kernels import halving
-    from fla_safe.runtime.decisions import Decision
+    from fla_safe.runtime.tuning.decisions import Decision
 
     runtime = _runtime()
     x = _floats()

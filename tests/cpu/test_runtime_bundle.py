@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.runtime import bundle
-from fla_safe.runtime.artifacts import ArtifactStore
-from fla_safe.runtime.bundle import BundleDamagedError, BundleError, BundleUnsafeError
-from fla_safe.runtime.decisions import (
+from fla_safe.runtime.artifacts import bundle
+from fla_safe.runtime.artifacts.bundle import BundleDamagedError, BundleError, BundleUnsafeError
+from fla_safe.runtime.artifacts.groups import RECORD, FileSeal, GroupRecord
+from fla_safe.runtime.artifacts.store import ArtifactStore
+from fla_safe.runtime.tuning.decisions import (
     Decision,
     DecisionTable,
     MergeConflictError,
@@ -24,7 +25,6 @@ from fla_safe.runtime.decisions import (
     StampMismatchError,
     TuningKey,
 )
-from fla_safe.runtime.groups import RECORD, FileSeal, GroupRecord
 
 STAMP = Stamp("sm_90", "3.8.0", "0.6.0")
 

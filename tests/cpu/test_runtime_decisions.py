@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.runtime.decisions import (
+from fla_safe.runtime.tuning.decisions import (
     Decision,
     DecisionTable,
     MergeConflictError,

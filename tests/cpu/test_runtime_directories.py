@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fla_safe.runtime import roots
-from fla_safe.runtime.directories import JobIdentity, RankDirectory, remove_stale
-from fla_safe.runtime.roots import ArtifactSpaceError, UnsafeDirectoryError, choose_root, filesystem_type
+from fla_safe.runtime.artifacts import roots
+from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory, remove_stale
+from fla_safe.runtime.artifacts.roots import ArtifactSpaceError, UnsafeDirectoryError, choose_root, filesystem_type
 
 ME = JobIdentity("job 7", "host", "3")
 
@@ -46,7 +46,7 @@ def test_two_living_processes_never_share(tmp_path):
 
 CHILD = """
 import sys, pathlib
-from fla_safe.runtime.directories import JobIdentity, RankDirectory
+from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory
 made = RankDirectory.acquire(pathlib.Path(sys.argv[1]), JobIdentity(sys.argv[2], "host", "3"))
 (made.path / "x").write_text("x")
 print(made.path, flush=True)

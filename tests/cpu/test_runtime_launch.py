@@ -87,7 +87,7 @@ def test_stock_triton_sends_the_same(gpu: Any) -> None:
     add[(4,)](x, y, out, 96, 32)
     calls = [lambda: plain[(2,)](x, out, 100, BLOCK=64), lambda: add[(4,)](x, y, out, 96, 32)]
     stock = [_seen(gpu, call) for call in calls]
-    from fla_safe.runtime.decisions import Decision, DecisionTable, Stamp, TuningKey
+    from fla_safe.runtime.tuning.decisions import Decision, DecisionTable, Stamp, TuningKey
 
     table = DecisionTable(Stamp.current())
     dtypes = {"x": x.dtype, "y": y.dtype, "out": out.dtype}

@@ -46,7 +46,7 @@ def test_a_table_for_other_hardware_is_refused_and_nothing_stays_behind(gpu: Any
     from triton.runtime.autotuner import Autotuner
 
     from fla_safe.runtime import RuntimeSettings, activate, active
-    from fla_safe.runtime.decisions import DecisionTable, Stamp, StampMismatchError
+    from fla_safe.runtime.tuning.decisions import DecisionTable, Stamp, StampMismatchError
 
     before = dict(vars(Autotuner))
     with pytest.raises(StampMismatchError, match="sm_90"):

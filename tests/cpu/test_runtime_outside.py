@@ -49,7 +49,7 @@ def _steps(kernel: Any) -> list[Any]:
 def work(behaviour: dict[str, str], fail: str = "") -> Any:
     """The child's factory."""
     import fake_triton
-    from fla_safe.runtime import tuning_child
+    from fla_safe.runtime.tuning import tuning_child
 
     if fail:
         raise ImportError(fail)
@@ -73,7 +73,7 @@ def _kernel() -> Any:
 
 def _job(gpu: Any, behaviour: dict[int, str], tmp_path: str, **options: Any) -> tuple[Any, Any, list[str]]:
     from fla_safe.runtime import RuntimeSettings, activate
-    from fla_safe.runtime.outside import OutsideTuning
+    from fla_safe.runtime.tuning.outside import OutsideTuning
 
     runtime = activate(RuntimeSettings(guard="strict", isolate=True, cache_root=Path(tmp_path), agree=False))
     told: list[str] = []

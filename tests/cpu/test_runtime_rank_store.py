@@ -11,9 +11,9 @@ triton = pytest.importorskip("triton")
 
 from test_runtime_bundle import group  # noqa: E402
 
-from fla_safe.runtime import bundle, triton_cache  # noqa: E402
-from fla_safe.runtime.decisions import Decision, DecisionTable, Stamp, TuningKey  # noqa: E402
-from fla_safe.runtime.rank_store import open_rank_store  # noqa: E402
+from fla_safe.runtime.artifacts import bundle, triton_cache  # noqa: E402
+from fla_safe.runtime.artifacts.rank_store import open_rank_store  # noqa: E402
+from fla_safe.runtime.tuning.decisions import Decision, DecisionTable, Stamp, TuningKey  # noqa: E402
 
 STAMP = Stamp("sm_90", "3.8.0", "0.6.0")
 KEY = TuningKey("m.k", ())
@@ -95,8 +95,8 @@ def test_a_restart_adopts_kernels_and_clears_other_jobs(tmp_path):
     """Kill a rank after it was seeded; its successor finds the kernels, and another job's successor removes them."""
     bundle.pack(tmp_path / "b", table(), [group(1)])
     script = (
-        "import os, pathlib, sys; from fla_safe.runtime.rank_store import open_rank_store;"
-        "from fla_safe.runtime.decisions import Stamp; p = pathlib.Path(sys.argv[1]);"
+        "import os, pathlib, sys; from fla_safe.runtime.artifacts.rank_store import open_rank_store;"
+        "from fla_safe.runtime.tuning.decisions import Stamp; p = pathlib.Path(sys.argv[1]);"
         "open_rank_store({'SLURM_JOB_ID': '1', 'LOCAL_RANK': '0'}, Stamp('sm_90', '3.8.0', '0.6.0'),"
         " cache_root=p / 'r', bundle=p / 'b'); os.kill(os.getpid(), 9)"
     )

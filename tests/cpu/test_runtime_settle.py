@@ -58,8 +58,8 @@ def _check(runtime: Any, run: Callable[[], None], wrong: Callable[[Any, Any], bo
 
 
 def _settle(runtime: Any, check: Any, again: Callable[[], None]) -> Any:
-    from fla_safe.runtime.agreement import Agreement
-    from fla_safe.runtime.settle import settle
+    from fla_safe.runtime.agreement.rounds import Agreement
+    from fla_safe.runtime.tuning.settle import settle
 
     with Agreement(None, 0, 1) as agreement:
         return settle(runtime.tuning, agreement, runtime.stamp, {"a mixer": check}, again=again)
@@ -116,7 +116,7 @@ def test_a_wrong_decision_of_a_bundle_is_tuned_anew_without_it(gpu: Any) -> None
     run()
     text = runtime.table.to_json()
     runtime.deactivate()
-    from fla_safe.runtime.decisions import DecisionTable
+    from fla_safe.runtime.tuning.decisions import DecisionTable
 
     runtime = _runtime(gpu, table=DecisionTable.from_json(text))
     run()
@@ -133,7 +133,7 @@ def test_a_wrong_decision_of_a_bundle_is_tuned_anew_without_it(gpu: Any) -> None
 @isolated
 def test_when_every_config_is_wrong_the_error_names_kernel_configs_and_what_differed(gpu: Any) -> None:
     from fla_safe.runtime import NoWorkingConfigError
-    from fla_safe.runtime.settle import WrongResultsError
+    from fla_safe.runtime.tuning.settle import WrongResultsError
 
     runtime, run = _runtime(gpu), _calls((32,))
     run()
@@ -168,8 +168,8 @@ def test_an_irreproducible_config_is_no_winner_of_tuning(gpu: Any) -> None:
 def _of_two_ranks(gpu: Any, rank: int, port: int, fails: str) -> None:
     import torch.distributed as dist
 
-    from fla_safe.runtime.agreement import Agreement, Limits
-    from fla_safe.runtime.settle import settle
+    from fla_safe.runtime.agreement.rounds import Agreement, Limits
+    from fla_safe.runtime.tuning.settle import settle
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     runtime, run = _runtime(gpu), _calls()

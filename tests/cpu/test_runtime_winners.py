@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fla_safe.runtime.decisions import Decision, DecisionTable, Stamp, TuningKey
-from fla_safe.runtime.winners import NoWinnerError, RepeatCheck, TrialError, elect
+from fla_safe.runtime.tuning.decisions import Decision, DecisionTable, Stamp, TuningKey
+from fla_safe.runtime.tuning.winners import NoWinnerError, RepeatCheck, TrialError, elect
 
 KEY = TuningKey("m.k", ())
 GOOD = Decision((("mode", "good"),))
@@ -134,7 +134,8 @@ def test_the_child_ends_with_a_killed_parent(tmp_path):
     """A config in an endless loop must not keep a GPU busy after the job was killed."""
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r});"
-        "from fla_safe.runtime import winners, trial_child; from fla_safe.runtime.decisions import Decision;"
+        "from fla_safe.runtime.tuning import winners, trial_child;"
+        "from fla_safe.runtime.tuning.decisions import Decision;"
         f"c = winners._Child({__name__ + ':make'!r}, {{}}, 100); c._start(); print(c._process.pid, flush=True);"
         "c.ask({'do': 'examine', 'decision': Decision((('mode', 'hangs'),)).as_dict(), 'repeats': 1}, 100)"
     )

@@ -13,8 +13,8 @@ import pytest
 
 dist = pytest.importorskip("torch.distributed")
 
-from fla_safe.runtime.agreement import Agreement, AgreementError, Limits  # noqa: E402
-from fla_safe.runtime.decisions import Decision, DecisionTable, Stamp, StampMismatchError, TuningKey  # noqa: E402
+from fla_safe.runtime.agreement.rounds import Agreement, AgreementError, Limits  # noqa: E402
+from fla_safe.runtime.tuning.decisions import Decision, DecisionTable, Stamp, StampMismatchError, TuningKey  # noqa: E402
 
 H200, B200 = Stamp("sm_90", "3.8.0", "0.6.0"), Stamp("sm_100", "3.8.0", "0.6.0")
 QUICK = Limits(beat=0.05, dead_after=1.0, stall_after=4.0, reply=5.0)
@@ -195,8 +195,8 @@ def test_a_store_that_never_answers_is_a_named_error():
 LAUNCHER = """
 import datetime, json, os, pathlib, signal, sys, time
 import torch.distributed as dist
-from fla_safe.runtime.agreement import Agreement, AgreementError, Limits
-from fla_safe.runtime.decisions import Decision, DecisionTable, Stamp, TuningKey
+from fla_safe.runtime.agreement.rounds import Agreement, AgreementError, Limits
+from fla_safe.runtime.tuning.decisions import Decision, DecisionTable, Stamp, TuningKey
 
 WORLD, port, case, out = 8, int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
 stamp = Stamp("sm_90", "3.8.0", "0.6.0")

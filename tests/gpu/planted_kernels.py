@@ -47,7 +47,7 @@ def double(kernel: Any, x: torch.Tensor, width: int = 1) -> torch.Tensor:
 
 def work(modes: list[int], device: int) -> Any:
     """Factory for a tuning child."""
-    from fla_safe.runtime.tuning_child import Work
+    from fla_safe.runtime.tuning.tuning_child import Work
 
     torch.cuda.set_device(device)
     kernel, x = planted(*modes), torch.randn(1 << 16, device="cuda")

@@ -22,10 +22,10 @@ if torch.cuda.is_available():
     from fla_safe.gdn.variant import MixerVariant
     from fla_safe.gdn.verify import GoldenCheck
     from fla_safe.runtime import NoWorkingConfigError, RuntimeSettings, activate
-    from fla_safe.runtime.kept import keys_in_use, save_bundle
-    from fla_safe.runtime.outside import OutsideTuning
-    from fla_safe.runtime.settle import WrongResultsError
-    from fla_safe.runtime.winners import RepeatCheck
+    from fla_safe.runtime.artifacts.kept import keys_in_use, save_bundle
+    from fla_safe.runtime.tuning.outside import OutsideTuning
+    from fla_safe.runtime.tuning.settle import WrongResultsError
+    from fla_safe.runtime.tuning.winners import RepeatCheck
 
 
 @dataclass

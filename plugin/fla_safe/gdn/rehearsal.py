@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from fla_safe.gdn.segments import PackedSegments
 from fla_safe.gdn.variant import MixerVariant
 from fla_safe.gdn.verify import GoldenCheck
-from fla_safe.runtime.keys import TuningKey
-from fla_safe.runtime.tuning_child import Work
-from fla_safe.runtime.winners import RepeatCheck
+from fla_safe.runtime.tuning.keys import TuningKey
+from fla_safe.runtime.tuning.tuning_child import Work
+from fla_safe.runtime.tuning.winners import RepeatCheck
 
 __all__ = ["AWKWARD_ROWS", "GUARDED", "Rows", "in_child", "rehearse", "repeats", "steps"]
 

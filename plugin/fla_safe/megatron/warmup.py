@@ -14,10 +14,10 @@ from fla_safe.gdn.verify import GoldenCheck, Verdict
 from fla_safe.megatron.consensus import together
 from fla_safe.megatron.layer import SafeForward
 from fla_safe.runtime import Runtime, RuntimeSettings, activate
-from fla_safe.runtime.kept import keys_in_use, save_bundle
-from fla_safe.runtime.keys import TuningKey
-from fla_safe.runtime.outside import OutsideTuning
-from fla_safe.runtime.settle import Check
+from fla_safe.runtime.artifacts.kept import keys_in_use, save_bundle
+from fla_safe.runtime.tuning.keys import TuningKey
+from fla_safe.runtime.tuning.outside import OutsideTuning
+from fla_safe.runtime.tuning.settle import Check
 from fla_safe.settings import Settings
 
 __all__ = ["SteadyState", "Workload", "reach_steady_state"]

@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fla_safe.runtime.agreement import Agreed, Agreement
+from fla_safe.runtime.agreement.rounds import Agreed, Agreement
+from fla_safe.runtime.artifacts.rank_store import RankStore, open_rank_store
 from fla_safe.runtime.audit import Audit, AuditScope
-from fla_safe.runtime.autotune import Judge, Tuning
-from fla_safe.runtime.compiling import Compiling
-from fla_safe.runtime.decisions import DecisionTable, TuningKey
 from fla_safe.runtime.guard import Guard, GuardMode
 from fla_safe.runtime.kernels import Kernel, describe, without_specialisation
-from fla_safe.runtime.launch import Launching
+from fla_safe.runtime.launching.compiling import Compiling
+from fla_safe.runtime.launching.launch import Launching
 from fla_safe.runtime.probes import PACKAGES, Probes
-from fla_safe.runtime.rank_store import RankStore, open_rank_store
 from fla_safe.runtime.seams import Seams
-from fla_safe.runtime.settle import Check, Settled, settle
 from fla_safe.runtime.stamp import Stamp
+from fla_safe.runtime.tuning.autotune import Judge, Tuning
+from fla_safe.runtime.tuning.decisions import DecisionTable, TuningKey
+from fla_safe.runtime.tuning.settle import Check, Settled, settle
 
 __all__ = ["Phase", "Runtime", "RuntimeSettings", "activate", "active"]
 

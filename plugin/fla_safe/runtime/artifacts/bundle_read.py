@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.runtime.decisions import DecisionTable, Stamp, TableError
-from fla_safe.runtime.groups import (
+from fla_safe.runtime.artifacts.groups import (
     MAX_FILE_BYTES,
     RECORD,
     DamageError,
@@ -21,7 +20,8 @@ from fla_safe.runtime.groups import (
     is_entry_key,
     is_file_name,
 )
-from fla_safe.runtime.table_json import strict_json
+from fla_safe.runtime.tuning.decisions import DecisionTable, Stamp, TableError
+from fla_safe.runtime.tuning.table_json import strict_json
 
 __all__ = [
     "MANIFEST",

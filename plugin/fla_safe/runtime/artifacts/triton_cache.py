@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.runtime.artifacts import ArtifactStore
-from fla_safe.runtime.groups import FileSeal, GroupRecord, is_entry_key, is_file_name, is_text_stage
+from fla_safe.runtime.artifacts.groups import FileSeal, GroupRecord, is_entry_key, is_file_name, is_text_stage
+from fla_safe.runtime.artifacts.store import ArtifactStore
 
 __all__ = ["CacheInstallError", "install", "installed", "scope"]
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fla_safe.runtime.decisions import DecisionTable
 from fla_safe.runtime.guard import Guard, NoWorkingConfigError
 from fla_safe.runtime.kernels import Kernel
-from fla_safe.runtime.keys import Decision, Source, TuningKey, UnknownConfigError
 from fla_safe.runtime.seams import Seams
+from fla_safe.runtime.tuning.decisions import DecisionTable
+from fla_safe.runtime.tuning.keys import Decision, Source, TuningKey, UnknownConfigError
 
 __all__ = ["Judge", "Tuned", "Tuning"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fla_safe.runtime.table_json import strict_json
+from fla_safe.runtime.tuning.table_json import strict_json
 
 __all__ = [
     "RECORD",

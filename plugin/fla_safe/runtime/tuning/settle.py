@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.runtime.agreement import Agreed, Agreement
-from fla_safe.runtime.autotune import Tuning
-from fla_safe.runtime.blame import find_guilty
-from fla_safe.runtime.keys import Decision, TuningKey
+from fla_safe.runtime.agreement.rounds import Agreed, Agreement
 from fla_safe.runtime.stamp import Stamp
+from fla_safe.runtime.tuning.autotune import Tuning
+from fla_safe.runtime.tuning.blame import find_guilty
+from fla_safe.runtime.tuning.keys import Decision, TuningKey
 
 __all__ = ["Check", "Outcome", "Settled", "WrongResultsError", "settle"]
 

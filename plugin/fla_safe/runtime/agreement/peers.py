@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.runtime.mailbox import Mailbox, StoreUnreachableError
+from fla_safe.runtime.agreement.mailbox import Mailbox, StoreUnreachableError
 
 __all__ = ["AgreementError", "Limits", "Peers"]
 

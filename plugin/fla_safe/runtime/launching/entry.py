@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fla_safe.runtime.kernels import Kernel
-from fla_safe.runtime.plans import GENERAL, Form, NeedsArguments, Plan
-from fla_safe.runtime.shapes import CallShape, Kind, Value
+from fla_safe.runtime.launching.plans import GENERAL, Form, NeedsArguments, Plan
+from fla_safe.runtime.launching.shapes import CallShape, Kind, Value
 
 __all__ = ["UNSET", "Entry", "generate"]
 

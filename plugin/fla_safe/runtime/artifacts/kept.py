@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from fla_safe.runtime import bundle
-from fla_safe.runtime.artifacts import ArtifactStore
-from fla_safe.runtime.decisions import DecisionTable
-from fla_safe.runtime.launch import Launching
-from fla_safe.runtime.triton_cache import scope
+from fla_safe.runtime.artifacts import bundle
+from fla_safe.runtime.artifacts.store import ArtifactStore
+from fla_safe.runtime.artifacts.triton_cache import scope
+from fla_safe.runtime.launching.launch import Launching
+from fla_safe.runtime.tuning.decisions import DecisionTable
 
 __all__ = ["keys_in_use", "save_bundle"]
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from fla_safe.runtime.keys import Decision, Entry, Source, TableSchemaError, TuningKey
 from fla_safe.runtime.stamp import Stamp
+from fla_safe.runtime.tuning.keys import Decision, Entry, Source, TableSchemaError, TuningKey
 
 __all__ = ["MAX_BYTES", "SCHEMA", "dump", "load", "read_bytes", "strict_json", "write_text"]
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fla_safe.runtime.groups import (
+from fla_safe.runtime.artifacts.groups import (
     RECORD,
     DamageError,
     FileSeal,
@@ -31,8 +31,8 @@ from fla_safe.runtime.groups import (
     is_entry_key,
     is_file_name,
 )
-from fla_safe.runtime.roots import ArtifactError, ArtifactSpaceError, private_directory
-from fla_safe.runtime.spill import NO_ROOM, Spill, write_new
+from fla_safe.runtime.artifacts.roots import ArtifactError, ArtifactSpaceError, private_directory
+from fla_safe.runtime.artifacts.spill import NO_ROOM, Spill, write_new
 
 __all__ = ["ArtifactStore", "StoreCounts"]
 

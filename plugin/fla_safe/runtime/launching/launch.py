@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fla_safe.runtime import plans as planning
-from fla_safe.runtime.entry import UNSET, generate
 from fla_safe.runtime.guard import Guard
 from fla_safe.runtime.kernels import PINNED, Kernel
-from fla_safe.runtime.plans import Plan
+from fla_safe.runtime.launching import plans as planning
+from fla_safe.runtime.launching.entry import UNSET, generate
+from fla_safe.runtime.launching.plans import Plan
+from fla_safe.runtime.launching.shapes import CallShape, describe_call
 from fla_safe.runtime.seams import Seams
-from fla_safe.runtime.shapes import CallShape, describe_call
 
 __all__ = ["ATTRIBUTE", "Launching", "Site"]
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from fla_safe.runtime import table_json
-from fla_safe.runtime.keys import (
+from fla_safe.runtime.stamp import Stamp, StampMismatchError
+from fla_safe.runtime.tuning import table_json
+from fla_safe.runtime.tuning.keys import (
     SIZE_ONLY,
     Decision,
     Entry,
@@ -32,7 +33,6 @@ from fla_safe.runtime.keys import (
     TuningKey,
     UnknownConfigError,
 )
-from fla_safe.runtime.stamp import Stamp, StampMismatchError
 
 __all__ = [
     "Conflict",

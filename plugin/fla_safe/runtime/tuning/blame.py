@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from fla_safe.runtime.autotune import Tuning
-from fla_safe.runtime.keys import Decision, TuningKey
+from fla_safe.runtime.tuning.autotune import Tuning
+from fla_safe.runtime.tuning.keys import Decision, TuningKey
 
 __all__ = ["ROUNDS", "find_guilty"]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.runtime import bundle as bundles
-from fla_safe.runtime import triton_cache
-from fla_safe.runtime.artifacts import ArtifactStore
-from fla_safe.runtime.decisions import DecisionTable, Stamp
-from fla_safe.runtime.directories import JobIdentity, RankDirectory, remove_stale
-from fla_safe.runtime.roots import Root, choose_root
+from fla_safe.runtime.artifacts import bundle as bundles
+from fla_safe.runtime.artifacts import triton_cache
+from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory, remove_stale
+from fla_safe.runtime.artifacts.roots import Root, choose_root
+from fla_safe.runtime.artifacts.store import ArtifactStore
+from fla_safe.runtime.tuning.decisions import DecisionTable, Stamp
 
 __all__ = ["RankStore", "open_rank_store"]
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fla_safe.runtime.roots import (
+from fla_safe.runtime.artifacts.roots import (
     ArtifactError,
     ArtifactSpaceError,
     UnsafeDirectoryError,

@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.runtime.decisions import DecisionTable, Stamp
-from fla_safe.runtime.mailbox import StoreUnreachableError
-from fla_safe.runtime.peers import AgreementError, Limits, Peers
+from fla_safe.runtime.agreement.mailbox import StoreUnreachableError
+from fla_safe.runtime.agreement.peers import AgreementError, Limits, Peers
+from fla_safe.runtime.tuning.decisions import DecisionTable, Stamp
 
 __all__ = ["Agreed", "Agreement", "AgreementError", "Limits"]
 

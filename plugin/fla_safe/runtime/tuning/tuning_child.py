@@ -1,7 +1,8 @@
 """The process that tunes for a job: whatever a config kills, it is not the job.
 
-Started by `outside.OutsideTuning` as `python -m fla_safe.runtime.tuning_child READ WRITE`. The first line it reads says
-what to run and what is known; it answers with one JSON object a line: each config before it runs, each decision.
+Started by `outside.OutsideTuning` as `python -m fla_safe.runtime.tuning.tuning_child READ WRITE`. The first line it
+reads says what to run and what is known; it answers with one JSON object a line: each config before it runs, each
+decision.
 """
 
 import importlib
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fla_safe.runtime.autotune import Judge
-from fla_safe.runtime.keys import Decision, TuningKey
-from fla_safe.runtime.trial_child import device_lives, end_with_parent, first_line
+from fla_safe.runtime.tuning.autotune import Judge
+from fla_safe.runtime.tuning.keys import Decision, TuningKey
+from fla_safe.runtime.tuning.trial_child import device_lives, end_with_parent, first_line
 
 __all__ = ["Work", "main"]
 
@@ -75,10 +76,10 @@ def main(read: int, write: int) -> None:
 
 
 def _activate(start: dict[str, Any], work: Work, tell: Any) -> tuple[Any, Any]:
-    from fla_safe.runtime import triton_cache
-    from fla_safe.runtime.artifacts import ArtifactStore
-    from fla_safe.runtime.decisions import DecisionTable
+    from fla_safe.runtime.artifacts import triton_cache
+    from fla_safe.runtime.artifacts.store import ArtifactStore
     from fla_safe.runtime.lifecycle import RuntimeSettings, activate
+    from fla_safe.runtime.tuning.decisions import DecisionTable
 
     table = DecisionTable.from_json(start["table"])
     settings: dict[str, Any] = {name: tuple(values) for name, values in start["settings"].items()}
@@ -122,4 +123,4 @@ def _activate(start: dict[str, Any], work: Work, tell: Any) -> tuple[Any, Any]:
 
 if __name__ == "__main__":
     # The module under its own name, of which factories import `Work`, and not a second copy of it.
-    importlib.import_module("fla_safe.runtime.tuning_child").main(int(sys.argv[1]), int(sys.argv[2]))
+    importlib.import_module("fla_safe.runtime.tuning.tuning_child").main(int(sys.argv[1]), int(sys.argv[2]))

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.runtime.decisions import Decision, DecisionTable, TuningKey
-from fla_safe.runtime.keys import ConfigLike
-from fla_safe.runtime.trial_child import same_bits
+from fla_safe.runtime.tuning.decisions import Decision, DecisionTable, TuningKey
+from fla_safe.runtime.tuning.keys import ConfigLike
+from fla_safe.runtime.tuning.trial_child import same_bits
 
 __all__ = ["REPEATS", "Election", "NoWinnerError", "RepeatCheck", "TrialError", "Verdict", "elect"]
 
@@ -163,7 +163,7 @@ class _Child:
         self._rest = b""
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fla_safe.runtime.trial_child", str(there), str(back)],
+                [sys.executable, "-m", "fla_safe.runtime.tuning.trial_child", str(there), str(back)],
                 pass_fds=(there, back),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from fla_safe.runtime import triton_cache
+from fla_safe.runtime.artifacts import triton_cache
 from fla_safe.runtime.guard import Guard
 from fla_safe.runtime.seams import Seams
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from fla_safe.runtime.bundle_read import (
+from fla_safe.runtime.artifacts.bundle_read import (
     MANIFEST,
     SCHEMA,
     TABLE,
@@ -26,8 +26,8 @@ from fla_safe.runtime.bundle_read import (
     read,
     require_whole,
 )
-from fla_safe.runtime.decisions import Conflict, ConflictPolicy, DecisionTable, Stamp
-from fla_safe.runtime.groups import RECORD
+from fla_safe.runtime.artifacts.groups import RECORD
+from fla_safe.runtime.tuning.decisions import Conflict, ConflictPolicy, DecisionTable, Stamp
 
 __all__ = [
     "Bundle",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fla_safe.runtime.kernels import Kernel
-from fla_safe.runtime.shapes import CallShape
+from fla_safe.runtime.launching.shapes import CallShape
 
 __all__ = ["GENERAL", "Form", "Meta", "NeedsArguments", "Plan", "Variant", "build", "form_of", "variant_of"]
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fla_safe.runtime.autotune import Tuning
-from fla_safe.runtime.keys import Decision, TuningKey
+from fla_safe.runtime.tuning.autotune import Tuning
+from fla_safe.runtime.tuning.keys import Decision, TuningKey
 
 __all__ = ["MOST_CHILDREN", "OutsideTuning"]
 
@@ -128,7 +128,7 @@ class OutsideTuning:
         read, back = os.pipe()
         with tempfile.TemporaryFile() as log:
             child = subprocess.Popen(
-                [sys.executable, "-m", "fla_safe.runtime.tuning_child", str(there), str(back)],
+                [sys.executable, "-m", "fla_safe.runtime.tuning.tuning_child", str(there), str(back)],
                 pass_fds=(there, back),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

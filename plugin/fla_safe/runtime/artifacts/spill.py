@@ -10,8 +10,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from fla_safe.runtime.directories import JobIdentity, RankDirectory
-from fla_safe.runtime.roots import ArtifactError, ArtifactSpaceError
+from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory
+from fla_safe.runtime.artifacts.roots import ArtifactError, ArtifactSpaceError
 
 __all__ = ["NO_ROOM", "Spill", "write_new"]
 

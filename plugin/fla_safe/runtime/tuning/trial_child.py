@@ -1,7 +1,7 @@
 """The process in which configs are tried: whatever one of them kills, it is not the job.
 
-Started by `winners.elect` as `python -m fla_safe.runtime.trial_child READ WRITE`, with two inherited descriptors that
-carry one JSON object a line. The first line names the factory; every later one asks for a time or an examination.
+Started by `winners.elect` as `python -m fla_safe.runtime.tuning.trial_child READ WRITE`, with two inherited descriptors
+that carry one JSON object a line. The first line names the factory; every later one asks for a time or an examination.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import Any, Protocol
 
-from fla_safe.runtime.keys import Decision
+from fla_safe.runtime.tuning.keys import Decision
 
 __all__ = ["Subject", "device_lives", "end_with_parent", "examine", "first_line", "main", "same_bits"]
 
