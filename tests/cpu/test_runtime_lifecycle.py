@@ -1,10 +1,12 @@
 """The parts together: an isolated rank directory, an agreed table on two ranks, and named refusals."""
 
+import copy
 import json
 import os
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,3 +165,11 @@ def test_ranks_that_measured_differently_run_the_same_config(tmp_path: Path) -> 
     assert first[1] == second[1] == 64
     assert first[2]["late_compiles"] == second[2]["late_compiles"] == second[2]["late_tunes"] == 0
     assert second[3]["overruled"] == 1
+
+
+def test_a_module_that_holds_a_section_can_be_copied() -> None:
+    """ms-swift and PEFT copy modules; a section has thread-local state, which cannot be."""
+    from fla_safe.runtime.audit import Audit
+
+    module = SimpleNamespace(section=Audit("off").section)
+    assert copy.deepcopy(module).section is module.section

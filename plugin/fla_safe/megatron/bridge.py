@@ -66,7 +66,6 @@ class TorchGatedDeltaNet(SafeGatedDeltaNet):
     """The same layer on the plain-torch kernel."""
 
     kernel_name = "torch"
-    gdn_impl = "torch"
 
 
 LAYERS: dict[str, type[SafeGatedDeltaNet]] = {"fla_safe": SafeGatedDeltaNet, "torch": TorchGatedDeltaNet}

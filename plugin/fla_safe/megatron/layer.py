@@ -46,7 +46,6 @@ class SafeForward:
 
     layout_kind: ClassVar[Literal["interleaved", "sectioned"]]
     kernel_name: ClassVar[str] = "auto"
-    gdn_impl: ClassVar[str] = "fla_safe"
 
     if TYPE_CHECKING:  # attributes of the Megatron class
         config: Any

@@ -44,7 +44,6 @@ class TorchGatedDeltaNet(SafeGatedDeltaNet):
     """The same layer on the plain-torch kernel."""
 
     kernel_name = "torch"
-    gdn_impl = "torch"
 
 
 def _sorted_by_rank(sections: tuple[int, ...], ranks: int) -> torch.Tensor:

@@ -55,6 +55,10 @@ class Section:
         if not self._here.depth and self._audit.watch_syncs:
             self._audit._watch(False)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Section":
+        # Modules hold their process's section, and modules are copied.
+        return self
+
     @property
     def inside(self) -> bool:
         """Whether the calling thread is in the section."""
