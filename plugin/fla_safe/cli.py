@@ -50,9 +50,9 @@ def named_errors() -> Iterator[None]:
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Name each known trap of this environment. Status 0: all well, 1: warnings, 2: errors."""
-    from fla_safe.checks import CHECKS
-    from fla_safe.doctor import examine
-    from fla_safe.environment import Environment
+    from fla_safe.doctor.checks import CHECKS
+    from fla_safe.doctor.facts import Environment
+    from fla_safe.doctor.report import examine
 
     report = examine(Environment(), CHECKS)
     if as_json:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fla_safe import checks, environment
-from fla_safe.checks import CHECKS
 from fla_safe.cli import app
-from fla_safe.doctor import Finding, examine
-from fla_safe.environment import Environment, probe_import
+from fla_safe.doctor import checks
+from fla_safe.doctor import facts as environment
+from fla_safe.doctor.checks import CHECKS
+from fla_safe.doctor.facts import Environment, probe_import
+from fla_safe.doctor.report import Finding, examine
 from fla_safe.runtime.artifacts import bundle
 from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory
 from fla_safe.runtime.artifacts.roots import Root

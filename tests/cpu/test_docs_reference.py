@@ -108,7 +108,7 @@ def test_every_error_is_explained_and_no_other() -> None:
 
 
 def test_every_check_of_the_doctor_is_explained_and_no_other() -> None:
-    tree = ast.parse((PLUGIN / "checks.py").read_text())
+    tree = ast.parse((PLUGIN / "doctor" / "checks.py").read_text())
     table = next(n for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "CHECKS")
     checks = {ast.literal_eval(pair.elts[0]) for pair in table.value.elts}  # type: ignore[union-attr]
     assert len(checks) > 10

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from fla_safe.environment import Environment
+from fla_safe.doctor.facts import Environment
 
 __all__ = ["Finding", "Report", "bad", "examine", "good", "warn"]
 

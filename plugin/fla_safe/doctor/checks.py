@@ -7,8 +7,8 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from fla_safe.doctor import Check, Finding, bad, good, warn
-from fla_safe.environment import Environment
+from fla_safe.doctor.facts import Environment
+from fla_safe.doctor.report import Check, Finding, bad, good, warn
 from fla_safe.runtime.artifacts.directories import find_stale
 from fla_safe.runtime.artifacts.roots import (
     NETWORK_FILESYSTEMS,
