@@ -30,7 +30,6 @@ class Settings:
         tune_in_child: `FLA_SAFE_TUNE_IN_CHILD` (default on): configs are tried in a process of their own, so that one
             that kills the CUDA context or hangs costs that process and not the job.
         cpu: `FLA_SAFE_CPU=1`: the stand-in for TransformerEngine and `torch.cuda` is on.
-        interpret: `TRITON_INTERPRET=1`: Triton kernels run in Triton's interpreter (with `cpu`).
         mcore_gdn: `USE_MCORE_GDN`, mcore-bridge's switch (default on); off means GDN layers are not Megatron's.
     """
 
@@ -40,7 +39,6 @@ class Settings:
     cache_root: Path | None = None
     tune_in_child: bool = True
     cpu: bool = False
-    interpret: bool = False
     mcore_gdn: bool = True
 
     @classmethod
@@ -70,7 +68,6 @@ class Settings:
             cache_root=None if cache_root is None else Path(cache_root),
             tune_in_child=environ.get("FLA_SAFE_TUNE_IN_CHILD", "1") != "0",
             cpu=environ.get("FLA_SAFE_CPU") == "1",
-            interpret=environ.get("TRITON_INTERPRET") == "1",
             # mcore-bridge's own parser: 1/true/yes in any case is on, everything else is off.
             mcore_gdn=environ.get("USE_MCORE_GDN", "1").strip().lower() in {"1", "true", "yes", "y", "on"},
         )

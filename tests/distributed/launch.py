@@ -1,7 +1,6 @@
 """Starts the real `megatron sft` for tests, every rank a process on this machine."""
 
 import itertools
-import json
 import os
 import socket
 import subprocess
@@ -138,12 +137,3 @@ class Job:
         done = probed.run(timeout)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         return torch.load(path)
-
-    def report(self) -> dict:
-        """The job's `gdn_report.json`."""
-        return json.loads(next(self.out.glob("**/gdn_report.json")).read_text())
-
-    def losses(self) -> list[float]:
-        """Training losses in order, from ms-swift's logging.jsonl."""
-        lines = next(self.out.glob("**/logging.jsonl")).read_text().splitlines()
-        return [record["loss"] for record in map(json.loads, lines) if "loss" in record]

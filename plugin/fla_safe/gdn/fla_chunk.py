@@ -5,6 +5,7 @@ Works with fla-core 0.4.2 to 0.6.x. Only functions that launch kernels are taken
 FLA puts them together (`fla_parts`), else its forward and its backward as a whole.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from fla_safe.gdn.recomputation import kept_briefly
 from fla_safe.gdn.segments import CHUNK_SIZE, PackedSegments
 
 __all__ = ["SUPPORTED", "FlaKernel", "Saved", "fla_chunk_gated_delta_rule", "fla_version", "load", "unsupported_reason"]
+
+_log = logging.getLogger("fla_safe")
 
 SUPPORTED: Final = (Version("0.4.2"), Version("0.7"))
 """First supported version of fla-core, and the first that is not."""
@@ -203,7 +206,10 @@ def load() -> FlaKernel:
             raise _mismatch(f"fla-core {fla.__version__}: {name} lacks {sorted(missing)}")
         functions.append(rebind(function, replacements))
     native_gva = Version(fla.__version__) >= Version("0.5")
-    return FlaKernel(fla.__version__, native_gva, load_parts(chunk, replacements) if native_gva else None, *functions)
+    parts = load_parts(chunk, replacements) if native_gva else None
+    if parts is None:
+        _log.info("fla-safe: FLA %s runs its own backward as a whole: right, with more launches", fla.__version__)
+    return FlaKernel(fla.__version__, native_gva, parts, *functions)
 
 
 def _mismatch(seen: str) -> MissingDependencyError:

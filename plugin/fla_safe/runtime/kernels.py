@@ -42,10 +42,6 @@ class Kernel:
     dead: frozenset[str]
     exact: frozenset[str]
 
-    def specialised(self, name: str) -> bool:
-        """Whether Triton compiles different code for different classes of this run-time integer."""
-        return name not in self.constexprs and not self.jit.params[self.parameters.index(name)].do_not_specialize
-
 
 def describe(outer: Any) -> Kernel | None:
     """Facts of a kernel, or None for what is no plain Triton kernel (interpreted, Inductor's, two autotuners)."""
