@@ -4,9 +4,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["kept_briefly"]
+__all__ = ["kept_briefly", "recomputing"]
 
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass: it repeats one that ran before."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def kept_briefly() -> bool:
@@ -20,5 +25,5 @@ def kept_briefly() -> bool:
         return False
     hooks = _top_hooks(False)
     if hooks is None:
-        return torch._C._current_graph_task_id() != -1
+        return recomputing()
     return hooks[0].__module__ == "torch.utils.checkpoint"

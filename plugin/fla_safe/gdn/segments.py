@@ -1,5 +1,6 @@
 """Packed rows: offsets checked, copied and turned into chunk indices once per micro-batch, for all layers."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -145,6 +146,18 @@ class PackedSegments:
         if cu_seqlens is not self._source or self._source_version is None:
             return False
         return _version(cu_seqlens) == self._source_version
+
+    @property
+    def caller_offsets(self) -> tuple[int, ...]:
+        """The offsets that `prepare` was given, empty segments and all."""
+        return self._source_host
+
+    def locate(self, row: int) -> tuple[int, int, int] | None:
+        """The caller's segment that holds a row: its index, first row and end. None for a row of the tail."""
+        if row >= self.used:
+            return None
+        index = bisect_right(self._source_host, row) - 1
+        return index, self._source_host[index], self._source_host[index + 1]
 
     def __len__(self) -> int:
         """Number of segments, the tail included."""
