@@ -46,16 +46,18 @@ def _steps(kernel: Any) -> list[Any]:
     ]
 
 
-def work(behaviour: dict[str, str], fail: str = "") -> Any:
+def work(behaviour: dict[str, str], fail: str = "", compiler: str = "") -> Any:
     """The child's factory."""
     import fake_triton
-    from fla_safe.runtime.tuning import tuning_child
+    from fla_safe.runtime.tuning import autotune, tuning_child
 
     if fail:
         raise ImportError(fail)
     print("noise on standard output must not disturb the protocol")
     gpu = fake_triton.install("record")
     gpu.bench_ms = lambda: float(gpu.benchmarks)
+    if compiler == "abort":
+        autotune._compilation = lambda *_: os.abort
     BEHAVIOUR.update({int(block): what for block, what in behaviour.items()})
     tuning_child.device_lives = lambda: DEVICE["lives"]
     return tuning_child.Work(_steps(_kernel()))
@@ -160,6 +162,16 @@ def test_a_child_that_cannot_start_leaves_tuning_to_the_job(gpu: Any, tmp_path: 
     assert outside.children == 1
     assert gpu.benchmarks == 3 + 6
     assert _decided(runtime) == 64
+
+
+@isolated
+def test_a_compiler_that_dies_among_many_configs_condemns_none(gpu: Any, tmp_path: str) -> None:
+    runtime, outside, told = _job(gpu, {}, tmp_path, arguments={"compiler": "abort"}, compile_threads=4)
+    assert outside.children == 2
+    assert outside.compile_threads == 1
+    assert any("SIGABRT" in text and "one config at a time" in text for text in told)
+    assert gpu.benchmarks == 0, "the second child tunes all"
+    assert not runtime.report()["rejected"]
 
 
 @isolated

@@ -15,6 +15,7 @@ from fla_safe.megatron.consensus import together
 from fla_safe.megatron.layer import SafeForward
 from fla_safe.runtime import Runtime, RuntimeSettings, activate
 from fla_safe.runtime.artifacts.kept import keys_in_use, save_bundle
+from fla_safe.runtime.launching.ahead import threads_of_this_rank
 from fla_safe.runtime.tuning.keys import TuningKey
 from fla_safe.runtime.tuning.outside import OutsideTuning
 from fla_safe.runtime.tuning.settle import Check
@@ -183,6 +184,7 @@ def _elsewhere(
         {"guarded": GUARDED, "size_arguments": runtime.settings.size_arguments, "packages": runtime.settings.packages},
         directory=None if runtime.store is None else runtime.store.store.directory,
         tell=runtime.say,
+        compile_threads=threads_of_this_rank(),
     )
 
     def tune(key: TuningKey) -> None:

@@ -24,6 +24,7 @@ from fla_safe.runtime.artifacts.rank_store import RankStore, open_rank_store
 from fla_safe.runtime.audit import Audit, AuditScope
 from fla_safe.runtime.guard import Guard, GuardMode
 from fla_safe.runtime.kernels import Kernel, describe, without_specialisation
+from fla_safe.runtime.launching.ahead import Ahead, threads_of_this_rank
 from fla_safe.runtime.launching.compiling import Compiling
 from fla_safe.runtime.launching.launch import Launching
 from fla_safe.runtime.probes import PACKAGES, Probes
@@ -59,6 +60,7 @@ class RuntimeSettings:
         bundle: decisions and kernels to start from.
         tables: decision tables to try in order when the bundle has none that fits.
         local_rank: rank on this host, if known better than from the environment.
+        compile_threads: compilations at a time in tuning and at the freeze; None is this rank's share of the host.
     """
 
     guard: GuardMode = "warn"
@@ -75,6 +77,7 @@ class RuntimeSettings:
     bundle: Path | None = None
     tables: Sequence[Path] = ()
     local_rank: int | None = None
+    compile_threads: int | None = None
 
 
 _active: "Runtime | None" = None
@@ -127,7 +130,9 @@ class Runtime:
             told=self._tuned,
         )
         self.compiling = Compiling(self.guard, self._answers_for)
-        self.launching = Launching(self.guard, self.describe)
+        ahead = Ahead(settings.compile_threads or threads_of_this_rank())
+        self.tuning.ahead = ahead if ahead.threads > 1 else None
+        self.launching = Launching(self.guard, self.describe, ahead)
         self.freeze_seconds = 0.0
         self._known: dict[int, tuple[Any, Kernel | None]] = {}
         self._progress: Callable[[str], None] = _say

@@ -8,6 +8,7 @@ entry. A call that the entry does not know (another class, an installed launch h
 import logging
 import threading
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,11 +47,15 @@ class Launching:
     Args:
         guard: knows whether the freeze has happened.
         describe: facts of a kernel, None for what is none of ours.
+        ahead: runs the freeze's compilations at once.
     """
 
-    def __init__(self, guard: Guard, describe: Callable[[Any], Kernel | None]) -> None:
+    def __init__(
+        self, guard: Guard, describe: Callable[[Any], Kernel | None], ahead: Callable[[list[Callable[[], Any]]], None]
+    ) -> None:
         self.guard = guard
         self.describe = describe
+        self.ahead = ahead
         self.misses = 0
         self.sites: dict[int, Site] = {}
         self._lock = threading.RLock()
@@ -102,13 +107,21 @@ class Launching:
         """Compile every class that was seen, on every device, and put the entries in place."""
         import torch
 
-        for site in list(self.sites.values()):
-            if site.indirect is not None or not site.seen:
-                continue
+        sites = [site for site in self.sites.values() if site.indirect is None and site.seen]
+        for device in sorted({*devices} or {shape.device for site in sites for shape in site.seen}):
+            with torch.cuda.device(device) if device >= 0 else nullcontext():
+                self.ahead(
+                    [
+                        partial(planning.build, site.kernel, shape.on(device), masks)
+                        for site in sites
+                        for shape, masks in site.seen.items()
+                    ]
+                )
+        for site in sites:
             progress(site.kernel.name)
             site.plans = {}
             for device in sorted({*devices} or {shape.device for shape in site.seen}):
-                with torch.cuda.device(device) if device >= 0 else _nothing():
+                with torch.cuda.device(device) if device >= 0 else nullcontext():
                     for shape, masks in site.seen.items():
                         moved = shape.on(device)
                         if moved not in site.plans:
@@ -221,9 +234,3 @@ def _current_device() -> int:
     from triton.runtime import driver
 
     return int(driver.active.get_current_device())
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from fla_safe.runtime.guard import Guard, NoWorkingConfigError
@@ -51,6 +52,7 @@ class Tuning:
         trials: milliseconds of every config that may win, by key, as far as this process or a child measured them.
         trying: told of each config before it is benchmarked or judged, and of each decision that is looked up.
         elsewhere: asked to put a decision for a key into the table before it is tuned here.
+        ahead: runs compilations at once, before the configs are benchmarked one after the other (`Ahead`).
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Tuning:
         self.banned: dict[TuningKey, dict[Decision, str]] = {}
         self.trying: Callable[[TuningKey, Any], None] | None = None
         self.elsewhere: Callable[[TuningKey], None] | None = None
+        self.ahead: Callable[[list[Callable[[], Any]]], None] | None = None
         self.trials: dict[TuningKey, dict[Decision, float]] = {}
         self._memory: dict[int, tuple[Any, dict[Any, Any]]] = {}
         # One round of tuning at a time: parallel benchmarks on one device would measure each other. Only calls that
@@ -217,6 +220,8 @@ class Tuning:
         reasons: dict[str, str] = {str(decision): reason for decision, reason in banned.items()}
         everything, offered = offered, [c for c in offered if not any(_is(c, d) for d in banned)]
         if len(offered) > 1 or self.judge is not None:
+            if self.ahead is not None:
+                self.ahead([_compilation(private, config, args, kwargs) for config in offered if not config.pre_hook])
             for i, config in enumerate(offered):
                 if self.trying is not None:
                     self.trying(key, config)
@@ -316,6 +321,11 @@ def _private(tuner: Any, args: tuple[Any, ...]) -> Any:
     if tuner.restore_value and not tuner.user_defined_post_hook:
         private.post_hook = post_hook
     return private
+
+
+def _compilation(private: Any, config: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
+    """Compiles what a benchmark of the config will launch. Not for configs with hooks: they may change arguments."""
+    return partial(private.fn.run, *args, **{**kwargs, "warmup": True}, **config.all_kwargs())
 
 
 def _milliseconds(private: Any, config: Any, args: Any, kwargs: Any, reasons: dict[str, str]) -> float:

@@ -1,7 +1,8 @@
 """Tuning in a child process on the same device: a config that kills the CUDA context, crashes or hangs costs a child.
 
 At the first key without decision the child runs everything that the job will run, tunes every key and reports each
-decision at once. If it dies, the config it was trying is banned, and a new child goes on from there.
+decision at once. If it dies, the config it was trying is banned, and a new child goes on from there. If it dies while
+it compiles many configs at once, none can be blamed, and the next child compiles one at a time.
 """
 
 import json
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fla_safe.runtime.tuning.autotune import Tuning
 from fla_safe.runtime.tuning.keys import Decision, TuningKey
@@ -28,6 +29,7 @@ __all__ = ["MOST_CHILDREN", "OutsideTuning"]
 _log = logging.getLogger("fla_safe")
 
 MOST_CHILDREN = 8
+_MANY: Literal["many"] = "many"
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class OutsideTuning:
         seconds: longest silence; a config that takes longer hangs.
         start_seconds: longest time to import and build.
         tell: told of each decision, each ban, and of the start.
+        compile_threads: compilations at a time in the child.
         children: processes that were started.
     """
 
@@ -54,6 +57,7 @@ class OutsideTuning:
     seconds: float = 300.0
     start_seconds: float = 300.0
     tell: Callable[[str], None] = lambda text: None
+    compile_threads: int = 1
     children: int = 0
     finished: bool = False
 
@@ -68,6 +72,10 @@ class OutsideTuning:
             trying, end = self._one_child()
             if end is None:
                 return
+            if trying == _MANY:
+                self.compile_threads = 1
+                self.tell(f"the compiler {end}; it compiles one config at a time now")
+                continue
             if trying is None:
                 _log.warning("fla-safe: the process for tuning %s; tuning goes on in the job", end)
                 return
@@ -77,11 +85,15 @@ class OutsideTuning:
             self.tell(f"{key.kernel.rsplit('.', 1)[-1]} must not run with [{decision}]: it {end}")
         _log.warning("fla-safe: %d processes for tuning died; tuning goes on in the job", self.children)
 
-    def _one_child(self) -> tuple[tuple[TuningKey, Decision] | None, str | None]:
+    def _one_child(self) -> tuple[tuple[TuningKey, Decision] | Literal["many"] | None, str | None]:
         """What the child was trying at its end, and how it ended; None when all is tuned."""
-        trying: tuple[TuningKey, Decision] | None = None
+        trying: tuple[TuningKey, Decision] | Literal["many"] | None = None
         for message in self._messages():
-            if "trying" in message:
+            if "compiling" in message:
+                trying = _MANY
+            elif "compiled" in message:
+                trying = None
+            elif "trying" in message:
                 trying = TuningKey.from_dict(message["trying"]), Decision.from_dict(message["decision"])
             elif "decided" in message:
                 self._take(message)
@@ -119,6 +131,7 @@ class OutsideTuning:
             "settings": {name: list(values) for name, values in self.settings.items()},
             "table": self.tuning.table.to_json(),
             "bans": bans,
+            "compile_threads": self.compile_threads,
             "directory": None if self.directory is None else str(self.directory),
         }
 

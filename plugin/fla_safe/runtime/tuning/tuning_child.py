@@ -83,7 +83,16 @@ def _activate(start: dict[str, Any], work: Work, tell: Any) -> tuple[Any, Any]:
 
     table = DecisionTable.from_json(start["table"])
     settings: dict[str, Any] = {name: tuple(values) for name, values in start["settings"].items()}
-    runtime = activate(RuntimeSettings(guard="off", table=table, judge=work.judge, agree=False, **settings))
+    runtime = activate(
+        RuntimeSettings(
+            guard="off",
+            table=table,
+            judge=work.judge,
+            agree=False,
+            compile_threads=start["compile_threads"],
+            **settings,
+        )
+    )
     tuning = runtime.tuning
     for ban in start["bans"]:
         tuning.ban(TuningKey.from_dict(ban["key"]), Decision.from_dict(ban["decision"]), ban["reason"])
@@ -109,6 +118,14 @@ def _activate(start: dict[str, Any], work: Work, tell: Any) -> tuple[Any, Any]:
             )
 
     tuning.trying, tuning.told = trying, tuned
+    if (many := tuning.ahead) is not None:
+
+        def ahead(tasks: Any) -> None:
+            tell(compiling=len(tasks))
+            many(tasks)
+            tell(compiled=len(tasks))
+
+        tuning.ahead = ahead
     if start["directory"] is None:
         return runtime, runtime.deactivate
     store = ArtifactStore(Path(start["directory"]), triton=table.stamp.triton)
