@@ -1,10 +1,11 @@
 """Times a gated delta net's mixer, and the layer with its projections, as mcore-bridge runs it and as we do.
 
-    python scripts/bench_layer.py --quick                      one shape, under three minutes with an empty Triton cache
+    python scripts/bench_layer.py --quick                      one shape, about four minutes with an empty Triton cache
     python scripts/bench_layer.py --json layer.json --plot layer.png
 
-One process, one GPU; every way of one shape is measured in turns. "stock" is what mcore-bridge 1.6.5 does between its
-projections with FLA's functions. Needs fla-core and, on Hopper, Triton >= 3.7.1.
+One process, one GPU. "stock" is what mcore-bridge 1.6.5 does between its projections with FLA's functions; it is
+measured before and after ours, for a process is either in Triton's hands or in the runtime's. Ours is measured as in
+training: warmed up and frozen, all its ways in turns. Needs fla-core and, on Hopper, Triton >= 3.7.1.
 """
 
 import dataclasses
@@ -232,22 +233,26 @@ def floor_ms(case: Case, ceilings: Ceilings) -> dict[str, float]:
 def run_case(
     case: Case, scopes: list[str], repeats: int, composed: bool, ceilings: Ceilings, table: Path | None
 ) -> list[dict[str, Any]]:
-    """Measure all ways of one case and print a table a scope. The frozen ways come after the others, not in turns.
-
-    A process is either in Triton's hands or in the runtime's, and stock must be in Triton's.
-    """
+    """Measure all ways of one case and print a table a scope: stock, ours in turns, stock again."""
     bench, floors, records = Bench(case), floor_ms(case, ceilings), []
     ways = bench.ways(composed)
-    chunk = measure({"chunk": bench.chunk_alone()}, max(3, repeats // 3))["chunk"]
+    steps = {scope: {name: bench.step(way, scope) for name, way in ways.items()} for scope in scopes}
+    stocks = {scope: {"stock": steps[scope].pop("stock")} for scope in scopes}
+    before = {scope: measure(stocks[scope], repeats)["stock"] for scope in scopes}
+    ours: dict[str, dict[str, Measurement]] = {}
+    chunk_alone = bench.chunk_alone()
+    with frozen_kernels([*(step for scope in scopes for step in steps[scope].values()), chunk_alone], table):
+        chunk = measure({"chunk": chunk_alone}, max(3, repeats // 3))["chunk"]
+        for scope in scopes:
+            ours[scope] = measure(steps[scope], repeats)
+    after = {scope: measure(stocks[scope], repeats)["stock"] for scope in scopes}
     for scope in scopes:
-        steps = {name: bench.step(way, scope) for name, way in ways.items()}
-        results = measure(steps, repeats)
-        fused = {f"{name}, frozen": step for name, step in steps.items() if name.startswith("fused")}
-        with frozen_kernels(fused.values(), table):
-            results |= measure(fused, repeats)
+        drift = after[scope].wall / before[scope].wall - 1
+        results = {"stock": min(before[scope], after[scope], key=lambda m: m.wall), **ours[scope]}
         floor = floors["around"] + floors["chunk"] + (floors["projections"] if scope == "layer" else 0.0)
         print(
-            f"\n{case}: {scope}, forward + backward; floor {floor:.2f} ms; FLA's chunk kernel alone {chunk.busy:.3f} ms"
+            f"\n{case}: {scope}, forward + backward; floor {floor:.2f} ms; FLA's chunk kernel alone {chunk.busy:.3f} "
+            f"ms; stock afterwards {drift:+.1%} of before (the faster one counts)"
         )
         print(
             f"{'':26}{'wall':>8}{'host':>8}{'busy':>8}{'kernels':>9}{'syncs':>7}{'peak MiB':>10}{'ours':>8}{'rest':>8}"
@@ -333,7 +338,7 @@ def main(
         ]
     records: list[dict[str, Any]] = []
     for case in cases:
-        records += run_case(case, scopes, repeats, composed or quick, ceilings, table)
+        records += run_case(case, scopes, repeats, composed, ceilings, table)
         torch.cuda.empty_cache()
         if json_path is not None:
             head = {"gpu": torch.cuda.get_device_name(), "versions": versions, "ceilings": dataclasses.asdict(ceilings)}

@@ -79,6 +79,17 @@ def _flag_is_wanted() -> bool:
     )
 
 
+def _trace(directory: str) -> None:
+    """Account for this process's file operations (`fla-safe trace`). A trace that fails is one line, and no trace."""
+    try:
+        kernels = os.environ.get("FLA_SAFE_TRACE_KERNELS", "chunk_gated_delta_rule_fwd_h").split(",")
+        import_module("fla_safe.trace.record").start(directory, tuple(kernels))
+        modules = import_module("fla_safe.trace.launches").MODULES
+        CALLBACKS.update(dict.fromkeys(modules, ("fla_safe.trace.launches", "attach")))
+    except Exception as error:
+        sys.stderr.write(f"fla_safe: this process is not traced: {error}\n")
+
+
 def install() -> None:
     """Entry point of group `torch.backends`: arm the callbacks, and the CPU stand-in if `FLA_SAFE_CPU=1` asks for it.
 
@@ -88,6 +99,8 @@ def install() -> None:
     try:
         if any(isinstance(finder, _CallbackFinder) for finder in sys.meta_path):
             return
+        if directory := os.environ.get("FLA_SAFE_TRACE"):
+            _trace(directory)
         sys.meta_path.insert(0, _CallbackFinder())
         for name in CALLBACKS:
             module = sys.modules.get(name)
