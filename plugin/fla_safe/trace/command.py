@@ -1,0 +1,103 @@
+"""`fla-safe trace` and `fla-safe report`."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fla_safe.trace.merge import TraceError
+
+__all__ = ["report", "run_traced", "trace"]
+
+KERNEL = "chunk_gated_delta_rule_fwd_h"
+
+
+def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] = (KERNEL,), exact: bool = False) -> int:
+    """Run a command with the recorder in all its Python processes, and return its status.
+
+    Args:
+        folder: a new or empty folder for the trace.
+        kernels: names (or parts of names) of Triton kernels before which the host gap is measured.
+        exact: under strace.
+
+    Raises:
+        TraceError: the folder holds something, strace cannot run, or the environment keeps the recorder out.
+    """
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        raise TraceError(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0", "PyTorch loads extensions at `import torch`", "unset the variable"
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise TraceError(
+            f"{folder} is not empty", "a new folder: two runs would be added up", "name another with --out"
+        )
+    prefix: list[str] = []
+    folder.mkdir(parents=True, exist_ok=True)
+    if exact:
+        from fla_safe.trace import strace
+
+        found = shutil.which("strace")
+        if (
+            found is None
+            or subprocess.run([found, "-o", os.devnull, "true"], check=False, capture_output=True).returncode
+        ):
+            raise TraceError(
+                "strace is not installed, or may not trace here", "strace", "install it, or leave --strace out"
+            )
+        prefix = strace.command(found, folder)
+    environment = {**os.environ, "FLA_SAFE_TRACE": str(folder.resolve()), "FLA_SAFE_TRACE_KERNELS": ",".join(kernels)}
+    try:
+        child = subprocess.Popen([*prefix, *command], env=environment)
+    except OSError as error:
+        raise TraceError(f"{command[0]}: {error.strerror}", "a command", "check its name") from error
+    # A terminal sends Ctrl-C to the command as well; a scheduler sends SIGTERM to this process alone.
+    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    try:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def trace(
+    command: Annotated[list[str], typer.Argument(help="The command, after `--`.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; default runs/trace-<time>.")] = None,
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="Measure the host gap before this Triton kernel, too.")
+    ] = None,
+    strace: Annotated[bool, typer.Option("--strace", help="Count exactly, under strace -f. Slow.")] = False,
+) -> None:
+    """Run any training command and record who touches which file, why, and from where. Status: the command's."""
+    from fla_safe.cli import named_errors
+
+    folder = out or Path("runs") / time.strftime("trace-%Y%m%d-%H%M%S")
+    with named_errors():
+        status = run_traced(command, folder, kernels=(KERNEL, *(kernel or ())), exact=strace)
+    sys.stderr.write(f"fla-safe: traced to {folder}; next: fla-safe report {folder}\n")
+    raise typer.Exit(status if status >= 0 else 128 - status)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A folder that `fla-safe trace` wrote.", show_default=False)],
+) -> None:
+    """Merge the processes of a traced run into report.json and report.md (with plots), and say what touched files."""
+    from fla_safe.cli import named_errors
+    from fla_safe.trace.report import write_report
+
+    with named_errors():
+        made = write_report(run)
+    for sentence in made["verdict"]:
+        typer.echo(f"* {sentence}")
+    typer.echo(
+        f"{run / 'report.md'}" + ("" if made["plots"] is not None else " (no plots: matplotlib is not installed)")
+    )
