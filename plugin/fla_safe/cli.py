@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fla_safe.diagnosis.command import replay
 from fla_safe.errors import FlaSafeError
 from fla_safe.trace.command import report, trace
 
@@ -20,6 +21,7 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Gated DeltaNet training that never stalls.")
 bundles = typer.Typer(no_args_is_help=True, help="Bundles: a decision table with its compiled kernels, in one file.")
 app.add_typer(bundles, name="bundle")
+app.command()(replay)
 app.command()(trace)
 app.command()(report)
 

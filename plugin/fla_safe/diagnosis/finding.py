@@ -95,20 +95,24 @@ class Finding:
 
     def __str__(self) -> str:
         when = "outside of training steps" if self.step is None else f"step {self.step}"
+        what = {
+            "layer input": "it came into the layer",
+            "layer output": "it came into the layer's backward pass",
+            "parameters": "a parameter of the mixer",
+        }.get(self.stage, f"out of the {self.stage}")
         return (
             f"{self.tensor} is not finite ({self.nans} NaN and {self.infinities} infinite of {self.values} values, "
-            f"first at {self.place}): {self.role} of {self.stage}, layer {self.number} ({self.layer}), "
-            f"{self.direction} of micro-batch {self.micro_batch}, {when}, {self.where}"
+            f"first at {self.place}): {what}, layer {self.number} ({self.layer}), "
+            f"{self.direction} of micro-batch {self.micro_batch}, {when}, {self.where}; {self.cause}"
         )
 
     def error(self, file: Path | None, trouble: str | None) -> NonFiniteError:
         """The error for this finding; `trouble` says why there is no file."""
-        expected = {
-            "output": f"finite numbers out of {self.stage}, into which finite numbers went",
-            "input": f"finite numbers into {self.stage}",
-        }[self.role]
-        look = f"fla-safe replay {file}" if file else f"the inputs could not be written ({trouble})"
-        error = NonFiniteError(str(self), expected, f"{self.cause}; {look}")
+        if file is not None:
+            remedy = f"fla-safe replay {file} runs this call again, beside float64"
+        else:
+            remedy = f"make room for the inputs of this call, which could not be written ({trouble})"
+        error = NonFiniteError(str(self), "finite numbers", remedy)
         error.finding, error.file = self, file
         return error
 

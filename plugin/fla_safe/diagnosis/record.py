@@ -11,6 +11,7 @@ import torch
 from fla_safe.errors import FlaSafeError
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
+from fla_safe.gdn.verify import TOLERANCES
 
 __all__ = ["PARAMETERS", "Record", "RecordError", "read", "write"]
 
@@ -108,9 +109,8 @@ def read(path: Path) -> Record:
         data = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise _bad(path, "is not there") from None
-    except Exception as error:
-        text = str(error).splitlines()
-        raise _bad(path, f"cannot be read ({type(error).__name__}: {text[0] if text else ''})") from error
+    except Exception as error:  # torch's own text suggests to execute what is in the file
+        raise _bad(path, f"cannot be read as plain tensors ({type(error).__name__})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise _bad(path, "is no record of a GDN call")
     if data.get("version") != VERSION:
@@ -158,8 +158,13 @@ def _misfit(record: Record) -> str | None:
             continue
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.shape != torch.Size(shape):
             return f"{name} is {_said(x)}, not {list(shape)}"
-    if {"norm_eps", "use_qk_l2norm", "zero_centered_norm"} - set(record.options) or "name" not in record.kernel:
-        return "options are missing"
+    if proj.dtype not in TOLERANCES:
+        return f"proj is {proj.dtype}"
+    options = {name: type(value) for name, value in record.options.items()}
+    if options != {"norm_eps": float, "use_qk_l2norm": bool, "zero_centered_norm": bool}:
+        return f"options {dict(record.options)}"
+    if set(record.parameters) != set(PARAMETERS) or not isinstance(record.kernel["name"], str):
+        return "parameters or kernel"
     record.segments(torch.device("cpu"))
     return None
 

@@ -33,7 +33,6 @@ _AXES: Final[dict[str, Axes]] = {
     "dt_bias": "per_head",
 }
 _IN: Final[Stage] = "convolution, l2norm and gates"
-_OPTIONS: Final = ("norm_eps", "use_qk_l2norm", "zero_centered_norm")
 _PACKAGES: Final = ("torch", "triton", "fla-core", "megatron-core", "fla-safe")
 
 
@@ -262,10 +261,11 @@ class _Call:
         direction: Direction = "backward" if backward else self.direction
         if backward and seen.axes == "projection" and place.part == "z":
             stage = "gated norm"
-        cause = f"{stage} made it of finite numbers, or its numbers are too large for {seen.tensor.dtype}"
+        dtype = str(seen.tensor.dtype).removeprefix("torch.")
+        cause = f"what went into it is finite: a wrong kernel, or numbers too large for {dtype}"
         site = self.owner.site
         if stage == "parameters":
-            cause = "it was so before this call: look at the last optimizer step, or at the checkpoint"
+            cause = "it was so before this call, by the last optimizer step or from the checkpoint"
         elif stage in ("input projection", "output projection"):
             source = self._source(stage, backward)
             if source is not None:
@@ -275,7 +275,7 @@ class _Call:
                 tensor, place, counts = found
                 stage, role = ("layer output" if backward else "layer input"), "input"
             else:
-                cause = self._blame_weights("in_proj" if stage == "input projection" else "out_proj")
+                role, cause = self._blame_weights("in_proj" if stage == "input projection" else "out_proj")
         watch = self.owner.watch
         finding = Finding(
             site.name,
@@ -313,18 +313,21 @@ class _Call:
             return None
         return Seen(name, inside(tensor, "rows", self.segments), "rows"), f"it comes from {neighbour}"
 
-    def _blame_weights(self, projection: str) -> str:
+    def _blame_weights(self, projection: str) -> tuple[Literal["input", "output"], str]:
         bad = [
             name
             for name, parameter in self.owner.layer.named_parameters()
             if name.startswith(projection) and not _finite(parameter)
         ]
         if bad:
-            return f"weights are not finite: {', '.join(bad)}; look at the last optimizer step, or at the checkpoint"
+            return (
+                "input",
+                f"weights are not finite: {', '.join(bad)}, by the last optimizer step or from the checkpoint",
+            )
         ours = "what it read and its weights are finite"
         if self.owner.site.split:
-            return f"{ours} on this rank; the row may be another's of its tensor- or context-parallel group"
-        return f"{ours}, so the numbers are too large for this dtype, or the matrix multiplication is wrong"
+            return "output", f"{ours} on this rank; the row may be another's of its tensor- or context-parallel group"
+        return "output", f"{ours}: numbers too large for this dtype, or a wrong matrix multiplication"
 
     def _record(self, finding: Finding) -> Record:
         arguments, kernel = self.arguments, self.arguments["kernel"]
@@ -344,8 +347,12 @@ class _Call:
             {name: x for name, x in around.items() if x is not None},
             self.layout,
             None if segments is None else segments.caller_offsets,
-            {name: arguments[name] for name in _OPTIONS},
-            {"name": kernel.name, "version": kernel.version, "fused": kernel.mixer is not None},
+            {
+                "norm_eps": float(arguments["norm_eps"]),
+                "use_qk_l2norm": bool(arguments["use_qk_l2norm"]),
+                "zero_centered_norm": bool(arguments["zero_centered_norm"]),
+            },
+            {"name": kernel.name, "version": str(kernel.version), "fused": kernel.mixer is not None},
             finding.as_dict(),
             {"device": _device(self.proj.device)} | {p: v for p in _PACKAGES if (v := _version(p)) is not None},
         )

@@ -49,7 +49,8 @@ def _site(label: str, name: str, layer: Any, modules: dict[str, torch.nn.Module]
     if mlp is not None:
         after = f"this layer's {type(mlp).__name__}, or {after}"
     split = layer.tp_size > 1 or layer.cp_size > 1
-    return LayerSite(label, int(getattr(layer, "layer_number", 0) or 0), before, f"{after}, or further on", split)
+    number = getattr(block, "layer_number", None) or getattr(layer, "layer_number", None) or at + 1
+    return LayerSite(label, int(number), before, f"{after}, or further on", split)
 
 
 def _block(block: torch.nn.Module) -> str:
