@@ -8,10 +8,11 @@ from typing import Literal, cast, get_args
 
 from fla_safe.errors import FlaSafeError
 
-__all__ = ["GdnGuard", "GdnImpl", "Settings", "SettingsError"]
+__all__ = ["GdnCheck", "GdnGuard", "GdnImpl", "Settings", "SettingsError"]
 
 GdnImpl = Literal["default", "fla_safe", "torch"]
 GdnGuard = Literal["off", "warn", "strict"]
+GdnCheck = Literal["off", "first", "every"]
 
 
 class SettingsError(FlaSafeError, ValueError):
@@ -26,6 +27,7 @@ class Settings:
         gdn_impl: `--gdn_impl`: which implementation GDN layers use.
         guard: `--gdn_guard`: what a kernel variant that the warm-up did not plan meets in training.
         bundle: `--gdn_bundle`: decisions and compiled kernels to start from.
+        check: `--gdn_check`: whether tensors of GDN layers are looked at for NaN and infinity, and in which steps.
         cache_root: `--gdn_cache_root`: where rank directories are made; None chooses node-local memory.
         tune_in_child: `FLA_SAFE_TUNE_IN_CHILD` (default on): configs are tried in a process of their own, so that one
             that kills the CUDA context or hangs costs that process and not the job.
@@ -35,6 +37,7 @@ class Settings:
 
     gdn_impl: GdnImpl = "default"
     guard: GdnGuard = "warn"
+    check: GdnCheck = "off"
     bundle: Path | None = None
     cache_root: Path | None = None
     tune_in_child: bool = True
@@ -47,6 +50,7 @@ class Settings:
         gdn_impl: str,
         *,
         guard: str = "warn",
+        check: str = "off",
         bundle: str | None = None,
         cache_root: str | None = None,
         environ: Mapping[str, str] = os.environ,
@@ -54,16 +58,27 @@ class Settings:
         """Combine the parsed flags with the environment.
 
         Raises:
-            SettingsError: an unknown value, or a bundle that is not there.
+            SettingsError: an unknown value, a bundle that is not there, or a check of layers that are not ours.
         """
-        for flag, value, known in (("gdn_impl", gdn_impl, GdnImpl), ("gdn_guard", guard, GdnGuard)):
+        for flag, value, known in (
+            ("gdn_impl", gdn_impl, GdnImpl),
+            ("gdn_guard", guard, GdnGuard),
+            ("gdn_check", check, GdnCheck),
+        ):
             if value not in get_args(known):
                 raise SettingsError(f"--{flag} {value!r}", f"one of {', '.join(get_args(known))}", "correct the flag")
+        if check != "off" and gdn_impl == "default":
+            raise SettingsError(
+                f"--gdn_check {check} with ms-swift's own GDN layers, into which it cannot look",
+                "--gdn_impl fla_safe or torch beside it",
+                "add --gdn_impl fla_safe, or drop --gdn_check",
+            )
         if bundle is not None and not Path(bundle).is_file():
             raise SettingsError(f"--gdn_bundle {bundle}", "a file made by `fla-safe bundle pack`", "correct the path")
         return cls(
             gdn_impl=cast(GdnImpl, gdn_impl),
             guard=cast(GdnGuard, guard),
+            check=cast(GdnCheck, check),
             bundle=None if bundle is None else Path(bundle),
             cache_root=None if cache_root is None else Path(cache_root),
             tune_in_child=environ.get("FLA_SAFE_TUNE_IN_CHILD", "1") != "0",

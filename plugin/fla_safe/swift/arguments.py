@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.settings import GdnGuard, GdnImpl
+from fla_safe.settings import GdnCheck, GdnGuard, GdnImpl
 
 __all__ = ["UnsupportedSwiftError", "register"]
 
@@ -15,6 +15,11 @@ IMPL_HELP = (
 GUARD_HELP = (
     "With --gdn_impl fla_safe on GPUs: what a GDN kernel that would be tuned or compiled after the warm-up meets. "
     "'strict' raises, 'warn' goes on with the nearest decision and counts it, 'off' lets it tune."
+)
+CHECK_HELP = (
+    "With fla_safe or torch: look for the first GDN tensor that is not finite, name it, write the inputs of its call to "
+    "a file for `fla-safe replay`, and end the job. 'first' looks in the first step, 'every' in all; each look waits for "
+    "the GPU. 'off' costs nothing."
 )
 BUNDLE_HELP = "With --gdn_impl fla_safe: a file of decisions and compiled kernels to start from (fla-safe bundle pack)."
 CACHE_ROOT_HELP = (
@@ -51,6 +56,7 @@ def register(module: ModuleType) -> None:
     class MegatronArguments(base):  # type: ignore[misc, valid-type]
         gdn_impl: GdnImpl = field(default="default", metadata={"help": IMPL_HELP})
         gdn_guard: GdnGuard = field(default="warn", metadata={"help": GUARD_HELP})
+        gdn_check: GdnCheck = field(default="off", metadata={"help": CHECK_HELP})
         gdn_bundle: str | None = field(default=None, metadata={"help": BUNDLE_HELP})
         gdn_cache_root: str | None = field(default=None, metadata={"help": CACHE_ROOT_HELP})
         gdn_report: str | None = field(default=None, metadata={"help": REPORT_HELP})

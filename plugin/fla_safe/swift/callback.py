@@ -14,6 +14,7 @@ from swift.utils import get_logger
 
 from fla_safe.gdn import calls
 from fla_safe.megatron.bridge import gdn_layers
+from fla_safe.swift.checking import watches
 from fla_safe.swift.freeze import steady_state
 
 __all__ = ["REPORT_NAME", "GdnCallback", "attach"]
@@ -51,9 +52,13 @@ class GdnCallback(MegatronCallback):
         self._last_step = (0, 0)
 
     def on_step_begin(self) -> None:
+        for watch in watches():
+            watch.step_begins(self.state.iteration + 1)
         self._before = calls.snapshot()
 
     def on_step_end(self) -> None:
+        for watch in watches():
+            watch.step_ends()
         now = calls.snapshot()
         self._last_step = (now.forward - self._before.forward, now.backward - self._before.backward)
 

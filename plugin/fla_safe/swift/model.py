@@ -27,6 +27,7 @@ def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[tor
         settings = Settings.read(
             getattr(args, "gdn_impl", "default"),
             guard=getattr(args, "gdn_guard", "warn"),
+            check=getattr(args, "gdn_check", "off"),
             bundle=getattr(args, "gdn_bundle", None),
             cache_root=getattr(args, "gdn_cache_root", None),
         )
@@ -49,6 +50,10 @@ def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[tor
         for model in models:
             prepare_before_forward(model)
         freeze_kernels(args, models, settings)
+        if settings.check != "off":
+            from fla_safe.swift.checking import check_layers
+
+            check_layers(args, models, settings)
         attach(args)
         return models
 
