@@ -17,9 +17,9 @@ GUARD_HELP = (
     "'strict' raises, 'warn' goes on with the nearest decision and counts it, 'off' lets it tune."
 )
 CHECK_HELP = (
-    "With fla_safe or torch: look for the first GDN tensor that is not finite, name it, write the inputs of its call to "
-    "a file for `fla-safe replay`, and end the job. 'first' looks in the first step, 'every' in all; each look waits for "
-    "the GPU. 'off' costs nothing."
+    "With fla_safe or torch: name the first GDN tensor that is not finite, write the inputs of its call to a file for "
+    "`fla-safe replay`, and end the job. 'first' looks in the first step, 'every' in all; each look waits for the GPU. "
+    "'off' costs nothing."
 )
 BUNDLE_HELP = "With --gdn_impl fla_safe: a file of decisions and compiled kernels to start from (fla-safe bundle pack)."
 CACHE_ROOT_HELP = (

@@ -1,4 +1,4 @@
-"""`--gdn_check` in ms-swift's job: puts the check on the built models, and keeps it for the callback that counts steps."""
+"""`--gdn_check` in ms-swift's job: the check on the built models, kept for the callback that counts steps."""
 
 from collections.abc import Sequence
 from pathlib import Path
