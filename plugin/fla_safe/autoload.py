@@ -82,7 +82,7 @@ def _flag_is_wanted() -> bool:
 def _trace(directory: str) -> None:
     """Account for this process's file operations (`fla-safe trace`). A trace that fails is one line, and no trace."""
     try:
-        kernels = os.environ.get("FLA_SAFE_TRACE_KERNELS", "chunk_gated_delta_rule_fwd_h").split(",")
+        kernels = os.environ.get("FLA_SAFE_TRACE_KERNELS", "chunk_gated_delta_rule_fwd").split(",")
         import_module("fla_safe.trace.record").start(directory, tuple(kernels))
         modules = import_module("fla_safe.trace.launches").MODULES
         CALLBACKS.update(dict.fromkeys(modules, ("fla_safe.trace.launches", "attach")))

@@ -16,10 +16,11 @@ from fla_safe.trace.merge import TraceError
 
 __all__ = ["report", "run_traced", "trace"]
 
-KERNEL = "chunk_gated_delta_rule_fwd_h"
+KERNELS = ("chunk_gated_delta_rule_fwd_h", "chunk_gated_delta_rule_fwd_kernel_h")
+"""What profilers show as the place of the gap: FLA's function, and the kernel in it."""
 
 
-def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] = (KERNEL,), exact: bool = False) -> int:
+def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] = KERNELS, exact: bool = False) -> int:
     """Run a command with the recorder in all its Python processes, and return its status.
 
     Args:
@@ -82,7 +83,7 @@ def trace(
 
     folder = out or Path("runs") / time.strftime("trace-%Y%m%d-%H%M%S")
     with named_errors():
-        status = run_traced(command, folder, kernels=(KERNEL, *(kernel or ())), exact=strace)
+        status = run_traced(command, folder, kernels=(*KERNELS, *(kernel or ())), exact=strace)
     sys.stderr.write(f"fla-safe: traced to {folder}; next: fla-safe report {folder}\n")
     raise typer.Exit(status if status >= 0 else 128 - status)
 

@@ -16,6 +16,10 @@ Table = dict[str, dict[str, float]]
 """Cause -> what was counted -> how often."""
 
 
+Sites = dict[tuple[str, str, str], dict[str, Any]]
+"""Operation, path and stack -> the place with its counts."""
+
+
 class TraceError(FlaSafeError, ValueError):
     """A folder holds no trace, or a command cannot be traced."""
 
@@ -26,7 +30,7 @@ class Process:
 
     head: dict[str, Any]
     intervals: list[dict[str, Any]] = field(default_factory=list)
-    sites: dict[tuple[str, str, str], dict[str, Any]] = field(default_factory=dict)
+    sites: Sites = field(default_factory=dict)
     ended: bool = False
 
     @property
@@ -51,8 +55,8 @@ class Run:
 
     Attributes:
         trainers: processes that finished steps, or else launched kernels; else all.
-        window: begin and end (seconds since the epoch) of the steady half: every trainer is past half of its steps, or
-            of its time where it has none.
+        window: begin and end (seconds since the epoch) of the steady half: from where every trainer is past half of its
+            steps to the last step; by time where there are no steps.
     """
 
     folder: Path
@@ -62,7 +66,8 @@ class Run:
 
     def steady(self, process: Process) -> list[dict[str, Any]]:
         """Intervals of a process inside the window."""
-        return [i for i in process.intervals if i["t0"] >= self.window[0] - 1e-6]
+        begin, end = self.window
+        return [i for i in process.intervals if i["t0"] >= begin - 1e-6 and i["t1"] <= end + 1e-6]
 
     @property
     def steady_steps(self) -> int:
@@ -78,19 +83,23 @@ class Run:
         """Length of the window."""
         return max(self.window[1] - self.window[0], 1e-9)
 
+    def sustained(self) -> list[str]:
+        """Causes that are there in at least three quarters of the window: not an import that came late, once."""
+        seen: dict[str, set[int]] = defaultdict(set)
+        for process in self.processes:
+            for interval in self.steady(process):
+                quarter = min(3, int(4 * (interval["t1"] - self.window[0]) / self.steady_seconds))
+                for cause in interval["ops"]:
+                    seen[cause].add(quarter)
+        return sorted(cause for cause, quarters in seen.items() if len(quarters) >= 3)
+
     def sites(self, *, steady: bool) -> list[dict[str, Any]]:
         """Places of all processes together, the most frequent first; `steady`: those still active in the window."""
-        merged: dict[tuple[str, str, str], dict[str, Any]] = {}
+        merged: Sites = {}
         for process in self.processes:
-            for key, site in process.sites.items():
-                if steady and site["last"] < self.window[0]:
-                    continue
-                if (seen := merged.get(key)) is None:
-                    merged[key] = dict(site)
-                else:
-                    seen["count"] += site["count"]
-                    seen["size"] += site["size"]
-                    seen["first"], seen["last"] = min(seen["first"], site["first"]), max(seen["last"], site["last"])
+            for site in process.sites.values():
+                if not steady or (site["last"] >= self.window[0] and site["first"] <= self.window[1]):
+                    _add(merged, site)
         return sorted(merged.values(), key=lambda s: -s["count"])
 
 
@@ -109,7 +118,9 @@ def read_run(folder: Path) -> Run:
         )
     trainers = [p for p in processes if p.steps] or [p for p in processes if p.launches] or processes
     begins = [_middle(p) for p in trainers]
-    ends = [p.intervals[-1]["t1"] for p in trainers if p.intervals]
+    # After the last step comes the end of the job: checkpoints, reports, exit handlers.
+    ends = [next(i["t1"] for i in p.intervals if i["step"] == p.steps) for p in trainers if p.steps]
+    ends = ends or [p.intervals[-1]["t1"] for p in trainers if p.intervals]
     return Run(folder, processes, trainers, (max(begins, default=0.0), max(ends, default=0.0)))
 
 
@@ -128,10 +139,20 @@ def _read(path: Path) -> Process | None:
             process.intervals.append(line)
         elif line["kind"] == "sites":
             for site in line["sites"]:
-                process.sites[site["operation"], site["path"], site["stack"]] = site
+                _add(process.sites, site)
         elif line["kind"] == "end":
             process.ended = True
     return process
+
+
+def _add(sites: Sites, site: dict[str, Any]) -> None:
+    key = (site["operation"], site["path"], site["stack"])
+    if (seen := sites.get(key)) is None:
+        sites[key] = dict(site)
+    else:
+        seen["count"] += site["count"]
+        seen["size"] += site["size"]
+        seen["first"], seen["last"] = min(seen["first"], site["first"]), max(seen["last"], site["last"])
 
 
 def _middle(process: Process) -> float:

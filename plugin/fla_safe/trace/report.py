@@ -13,16 +13,17 @@ from fla_safe.trace.words import verdict
 
 __all__ = ["summarise", "write_report"]
 
-_SITES = 40
+_SITES = 80
 _COLUMNS = ("opens", "missing", "stats", "listings", "searches", "changes", "programs", "bytes")
 _LIMITS = """\
-Counted in every Python process that imports torch, from the end of that import on. Opens, listings, import searches,
-changes and programs come from Python's audit hook. No audit event exists for stats: they are calls of `stat`, `lstat`,
-`access` and `readlink` of `os` and `posix`, which the import system uses, too. Bytes are the sizes of the files that were
-opened for reading, not what was read; the number of reads is known for whole processes only (/proc/self/io). Not seen:
-what C, C++ and Rust code opens by itself (Arrow, safetensors, the dynamic linker), `DirEntry.stat`, and processes without
-torch. With `--strace` all of these are counted exactly, by path. The host gap is the time from the end of a thread's last
-Triton launch to this one; other launches (ATen, TransformerEngine) inside it are not told apart."""
+Counted in every Python process that imports torch, from the end of that import on. Opens, listings, import
+searches, changes and programs come from Python's audit hook. No audit event exists for stats: they are calls of
+`stat`, `lstat`, `access` and `readlink` of `os` and `posix`, which the import system uses, too. Bytes are the sizes
+of the files that were opened for reading, not what was read; the number of reads is known for whole processes only
+(/proc/self/io). Not seen: what C, C++ and Rust code opens by itself (Arrow, safetensors, the dynamic linker),
+`DirEntry.stat`, and processes without torch. With `--strace` all of these are counted exactly, by path. The host
+gap is the time from the end of a thread's last Triton launch to this one; other launches (ATen, TransformerEngine)
+inside it are not told apart."""
 
 
 def summarise(run: Run) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def summarise(run: Run) -> dict[str, Any]:
             "seconds": round(run.steady_seconds, 3),
             "steps": run.steady_steps,
             "counts": counts,
+            "sustained": run.sustained(),
             "per_second": per(counts, run.steady_seconds),
             "per_rank_and_step": per(counts, run.steady_steps),
             "io": _io(steady),

@@ -20,19 +20,19 @@ _LIBRARY = os.path.dirname(os.__file__) + os.sep
 class Site:
     """One place, and how often."""
 
-    __slots__ = ("cause", "count", "first", "last", "operation", "path", "shown", "size", "stack")
+    __slots__ = ("cause", "count", "first", "last", "operation", "path", "size", "stack")
 
     def __init__(self, operation: str, path: str, cause: Cause, stack: str) -> None:
         self.operation = operation
         self.path = path
         self.cause: Cause = cause
         self.stack = stack
-        self.count = self.size = self.shown = 0
+        self.count = self.size = 0
         self.first = self.last = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For the trace file; counts are cumulative."""
-        return {name: getattr(self, name) for name in self.__slots__ if name != "shown"}
+        """For the trace file; counts are those since it was last written."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 class Sites:
@@ -45,6 +45,8 @@ class Sites:
 
     def find(self, operation: str, path: str, frames: tuple[Frame, ...], importing: bool) -> Site:
         """The entry for an operation. Many paths from one place (a data set of images) share one with a pattern."""
+        if importing and len(frames) > 2 and not any(is_probe(f[0], f[2]) for f in frames):
+            frames = frames[:2]  # who imports a package at the start is of little interest, and there are thousands
         key: tuple[Any, ...] = (operation, path, frames)
         site = self._table.get(key)
         if site is not None:
@@ -56,7 +58,7 @@ class Sites:
             if (site := self._table.get(key)) is not None:
                 return site
         cause = classify(path, frames, importing=importing or operation == "searches", cache=self.cache)
-        if len(self._table) >= _MOST_SITES:
+        if self.full:
             key = (operation, cause)
             if (site := self._table.get(key)) is None:
                 site = self._table[key] = Site(operation, "(more places than are kept)", cause, "")
@@ -65,11 +67,20 @@ class Sites:
         site = self._table[key] = Site(operation, path, cause, _text(frames))
         return site
 
-    def changed(self) -> list[Site]:
-        """Entries whose count moved since they were last returned."""
-        found = [site for site in list(self._table.values()) if site.count != site.shown]
-        for site in found:
-            site.shown = site.count
+    @property
+    def full(self) -> bool:
+        """New places are lumped together until `take`."""
+        return len(self._table) >= _MOST_SITES
+
+    def take(self) -> list[dict[str, Any]]:
+        """Entries with what was counted since the last time, for the trace file."""
+        found = [site.as_dict() for site in list(self._table.values()) if site.count]
+        if len(self._table) > _MOST_SITES // 2:  # imports at the start leave thousands that never come back
+            self._table.clear()
+            self._paths.clear()
+        for site in self._table.values():
+            site.count = site.size = 0
+            site.first = 0.0
         return found
 
 
@@ -81,8 +92,8 @@ def _text(frames: tuple[Frame, ...]) -> str:
 
 
 def _is_library(filename: str) -> bool:
-    """Helpers of Python's own library (glob, pathlib, posixpath) say nothing about who asked."""
-    return filename.startswith(_LIBRARY) and "-packages/" not in filename
+    """Helpers of Python's own library (glob, pathlib, posixpath) and Dynamo's wrappers say nothing about who asked."""
+    return (filename.startswith(_LIBRARY) and "-packages/" not in filename) or "/torch/_dynamo/" in filename
 
 
 def _short(filename: str) -> str:

@@ -7,7 +7,7 @@ from fla_safe.trace.causes import NORMAL
 __all__ = ["SUSTAINED", "touches", "verdict"]
 
 SUSTAINED = 0.5
-"""Operations a rank and step (a second, where no steps are known) from which on a cause is called sustained."""
+"""Operations a rank and step (a second, where no steps are known) from which on a cause is worth its own sentence."""
 
 _COUNTED = ("opens", "stats", "listings", "searches", "changes", "programs")
 
@@ -22,15 +22,15 @@ def verdict(report: dict[str, Any]) -> list[str]:
     steady = report["steady"]
     unit = "rank and step" if steady["steps"] else "second"
     rates = steady["per_rank_and_step"] if steady["steps"] else steady["per_second"]
-    said = []
-    for cause, operations in sorted(rates.items(), key=lambda item: -touches(item[1])):
-        if cause not in NORMAL and touches(operations) >= SUSTAINED:
-            said.append(_sustained(cause, operations, unit, report))
+    lasting = {c: o for c, o in rates.items() if c in steady["sustained"] and touches(o) >= SUSTAINED}
+    said = [
+        _sustained(cause, operations, unit, report)
+        for cause, operations in sorted(lasting.items(), key=lambda item: -touches(item[1]))
+        if cause not in NORMAL
+    ]
     if not said:
         said.append("In the steady half nothing but data loading touched files repeatedly.")
-    occasional = {
-        c: touches(o) for c, o in steady["counts"].items() if c not in NORMAL and 0 < touches(rates[c]) < SUSTAINED
-    }
+    occasional = {c: touches(o) for c, o in steady["counts"].items() if c not in NORMAL and c not in lasting}
     if occasional:
         said.append(
             "Now and then: " + ", ".join(f"{c} ({n:.0f} operations in all)" for c, n in occasional.items()) + "."
