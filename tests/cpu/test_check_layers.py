@@ -59,7 +59,8 @@ class Block(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.self_attention = build_module(gated_delta_net_spec(config, kernel="torch"), config, layer_number=7, pg_collection=groups)
+        spec = gated_delta_net_spec(config, kernel="torch")
+        self.self_attention = build_module(spec, config, layer_number=7, pg_collection=groups)
 
 def job():
     block = Block()
