@@ -1,8 +1,8 @@
 """Triton loads a cache entry whose binary belongs to another kernel: wrong code, and not a word.
 
-Files of one entry carry no sums, so an entry that two writers mixed (a shared or copied cache; vLLM issue 52413 had
-NaN outputs from one on Lustre, https://github.com/triton-lang/triton/pull/11319 was closed) looks whole. Here the
-binary for 4 warps is put beside the metadata for 8, as if a kernel were launched with twice the threads it was made for.
+Files of one entry carry no sums, so an entry that two writers mixed looks whole (a shared or copied cache: vLLM issue
+52413 had NaN outputs from one on Lustre; https://github.com/triton-lang/triton/pull/11319 was closed). Here the binary
+for 4 warps is put beside the metadata for 8, so that it would be launched with twice the threads that it was made for.
 No GPU is needed: kernels are compiled for sm_80 and not launched.
 
     python triton_mixed_cache_group.py      exit status 0: shown, 1: gone, 2: cannot tell
