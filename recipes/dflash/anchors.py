@@ -158,7 +158,8 @@ class Packer:
         return self.pack(self._take())
 
     def _take(self) -> list[torch.Tensor]:
-        room, taken = self.budget.context, []
+        room = self.budget.context
+        taken: list[torch.Tensor] = []
         while True:
             document = self._waiting if self._waiting is not None else next(self._documents)
             self._waiting = None

@@ -58,7 +58,7 @@ class Compiled:
         fused: name of the operator that must be in the forward graph, and as `<name>_backward` in the backward graph;
             "" for none.
         variants: how many shapes and devices it will be compiled for.
-        scores: elements that no tensor of a graph may reach: heads x queries x keys.
+        limit: elements that no tensor of a graph may reach (`Sizes.largest`).
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Compiled:
         *,
         compiler: Compiler,
         fused: str = "",
-        scores: int = 2**62,
+        limit: int = 2**62,
         variants: int = 1,
     ) -> None:
         self.compiler: Compiler = compiler
         self.fused = fused
-        self.scores = scores
+        self.limit = limit
         self.seen: list[Seen] = []
         self._lock = threading.Lock()
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, variants)
@@ -131,10 +131,10 @@ class Compiled:
         seen = _look(graph, backward=bool(options.get("is_backward")))
         with self._lock:
             self.seen.append(seen)
-        if seen.largest >= self.scores:
+        if seen.largest >= self.limit:
             raise ScoresHeldError(
                 f"the {'backward' if seen.backward else 'forward'} graph holds a tensor {list(seen.shape)}",
-                f"no tensor of {self.scores} elements, one for each head, query and key",
+                f"no tensor of {self.limit} elements, as the scores of all heads, queries and keys would be",
                 "attend with flex_attention inside the compiled function",
             )
         if self.compiler == "aot_eager":
@@ -151,7 +151,8 @@ def no_more_graphs() -> Iterator[None]:
 
 def _look(graph: torch.fx.GraphModule, *, backward: bool) -> Seen:
     calls: set[str] = set()
-    largest, shape = 0, ()
+    largest = 0
+    shape: tuple[int, ...] = ()
     for node in graph.graph.nodes:
         if node.op == "call_function":
             calls.add(getattr(node.target, "__name__", str(node.target)).split(".")[0])

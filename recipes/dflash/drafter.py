@@ -97,6 +97,7 @@ class Drafter(nn.Module):
         self.budget = budget
         self.attention: Attention = attention
         self.head_dim = sizes.head_dim
+        self.embedding: torch.Tensor
         self.register_buffer("embedding", embedding.detach())
         self.blank = nn.Parameter(torch.randn(sizes.hidden) * 0.02)
         self.features = _Linear(sizes.features, sizes.hidden)
@@ -124,14 +125,14 @@ class Drafter(nn.Module):
         A, B = self.budget.anchors, self.budget.block
         dtype = features.dtype
         context = self.context_norm(self.features(features))
-        known = F.embedding(anchors.token, self.embedding).to(dtype)[:, None]  # type: ignore[arg-type]
+        known = F.embedding(anchors.token, self.embedding).to(dtype)[:, None]
         x = torch.cat([known, self.blank.to(dtype).expand(A, B - 1, -1)], 1).flatten(0, 1)
         within = torch.arange(B, device=x.device)
         turn = _turn(torch.cat([position, (anchors.position[:, None] + within).flatten()]), self.head_dim)
         for layer in self.layers:
             x = layer(x, context, turn, mask)
         guesses = self.norm(x).unflatten(0, (A, B))[:, 1:] * x.shape[-1] ** -0.5
-        return F.linear(guesses, self.embedding.to(dtype)).float()  # type: ignore[operator]
+        return F.linear(guesses, self.embedding.to(dtype)).float()
 
 
 def drafter_loss(

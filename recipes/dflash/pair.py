@@ -1,7 +1,8 @@
 """One pair: target on its first device, drafter on its second, and the step that takes a pack through both."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -75,12 +76,14 @@ class Pair:
 
     def loss(self, pack: Pack) -> torch.Tensor:
         """Target forward, drafter forward; the loss is on the drafter's device."""
-        there = self.devices[1]
-        rows = self.sizes.step_budget.context
         with on_device(self.devices[0]):
-            features = self._features(pack, rows)
-        features = features.to(there, non_blocking=True)
-        position = torch.zeros(rows, dtype=torch.int64)
+            features = self._features(pack)
+        return self.draft(features.to(self.devices[1], non_blocking=True), pack)
+
+    def draft(self, features: torch.Tensor, pack: Pack) -> torch.Tensor:
+        """The drafter's part of `loss`, from features `[C, features]` on its device."""
+        there = self.devices[1]
+        position = torch.zeros(features.shape[0], dtype=torch.int64)
         position[: len(pack.position)] = pack.position
         anchors = pack.anchors.to(there)
         self.mask.update(anchors)
@@ -104,14 +107,25 @@ class Pair:
                 offsets = torch.tensor(sorted({0, 1, rows // 3, rows // 2, rows}), dtype=torch.int32, device=there)
                 tokens = torch.zeros(rows, dtype=torch.int64, device=there)
                 self.target(tokens, PackedSegments.prepare(offsets, rows, device=there))
-        packs = Packer(self.sizes.documents(seed=50), self.sizes.step_budget)
-        for _ in range(2):
-            self.loss(next(packs)).backward()
-            self.optimizer.zero_grad(set_to_none=True)
+            for pack in self._rehearsed(2):
+                self.loss(pack).backward()
+                self.optimizer.zero_grad(set_to_none=True)
 
-    def _features(self, pack: Pack, rows: int) -> torch.Tensor:
+    def rehearse_drafter(self) -> None:
+        """Both passes of the drafter, without learning, on made-up features: no kernel of the target runs."""
+        shape = self.sizes.step_budget.context, self.sizes.target.features
+        features = torch.zeros(shape, dtype=self.sizes.dtype, device=self.devices[1])
+        with on_device(self.devices[0]):
+            for pack in self._rehearsed(1):
+                self.draft(features, pack).backward()
+                self.optimizer.zero_grad(set_to_none=True)
+
+    def _rehearsed(self, steps: int) -> Iterator[Pack]:
+        return islice(Packer(self.sizes.documents(seed=50), self.sizes.step_budget), steps)
+
+    def _features(self, pack: Pack) -> torch.Tensor:
         there, total = self.devices[0], len(pack.tokens)
         segments = PackedSegments.prepare(pack.offsets.to(there), total, device=there)
         features = self.target(pack.tokens.to(there, non_blocking=True), segments)
         # The drafter's shapes are fixed; no anchor sees the rows that are added here.
-        return torch.nn.functional.pad(features, (0, 0, 0, rows - total))
+        return torch.nn.functional.pad(features, (0, 0, 0, self.sizes.step_budget.context - total))

@@ -1,6 +1,6 @@
 """Sizes of a run: as on one GPU with realistic GDN heads, or scaled down for a CPU; flags change single numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -10,7 +10,7 @@ from dflash.drafter import DrafterSizes
 from dflash.target import TargetSizes
 from fla_safe.gdn.layout import ProjectionLayout
 
-__all__ = ["PRESETS", "Sizes"]
+__all__ = ["MEMORY", "PRESETS", "Sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,15 @@ class Sizes:
         """Elements of the matrix that must never exist: heads x queries x keys."""
         return self.draft_heads * self.step_budget.draft * self.budget
 
+    @property
+    def largest(self) -> int:
+        """Elements that no tensor of the drafter reaches: those of `scores`, or of a wide activation if that is more.
+
+        With few anchors the scores are smaller than other tensors, and nothing can be told from sizes.
+        """
+        wide = max(self.target.features, 4 * self.hidden, 2 * self.draft_heads * self.draft_head_dim, self.vocabulary)
+        return max(self.scores, self.budget * wide + 1)
+
     def documents(self, seed: int) -> Documents:
         """Training data."""
         return Documents(self.vocabulary, self.words, self.shortest, self.longest, seed=seed)
@@ -85,3 +94,10 @@ PRESETS: dict[Literal["cuda", "cpu"], Sizes] = {
         lr=1e-2, dtype=torch.float32,
     ),
 }  # fmt: skip
+"""For training."""
+
+MEMORY: dict[Literal["cuda", "cpu"], Sizes] = {
+    "cuda": replace(PRESETS["cuda"], anchors=1024, budget=4096 + 1024 * 16, vocabulary=1024),
+    "cpu": replace(PRESETS["cpu"], anchors=64, block=8, budget=512 + 64 * 8),
+}
+"""For `--memory`: few other tensors, so that a matrix of scores would be the largest by far."""

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import nn
 
 from fla_safe.errors import FlaSafeError
@@ -73,6 +75,8 @@ def stock_kernel() -> Backend:
     import fla
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+    one_head_count = Version(fla.__version__) < Version("0.5")
+
     def rule(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -82,6 +86,8 @@ def stock_kernel() -> Backend:
         scale: float,
         segments: PackedSegments | None,
     ) -> torch.Tensor:
+        if one_head_count:
+            q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
         offsets = None if segments is None else segments.offsets.long()
         out: torch.Tensor = chunk_gated_delta_rule(q, k, v, g, beta, scale=scale, cu_seqlens=offsets)[0]
         return out
@@ -129,7 +135,7 @@ class _Attention(nn.Module):
         rows = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(0, 2)  # [heads, 3, T, D]
         bounds = segments.offsets_host
         outs = []
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in pairwise(bounds):
             q, k, v = rows[:, :, start:end].unbind(1)
             outs.append(F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0])
         out: torch.Tensor = self.out(torch.cat(outs, 1).transpose(0, 1).flatten(1))

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import json
-import os
+import statistics
 import sys
 import threading
 import time
@@ -12,15 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from dflash.attention import Attention
 from dflash.compiled import Compiled, Compiler, no_more_graphs
+from dflash.directories import Directories
 from dflash.drafter import drafter_loss
+from dflash.memory import check, measure
 from dflash.pair import Pair, on_device, pair_devices
-from dflash.sizes import PRESETS, Sizes
+from dflash.sizes import MEMORY, PRESETS, Sizes
 from dflash.target import Impl, choose_kernel
 from dflash.workers import PairFailedError, Stop, run_together
 from fla_safe.errors import FlaSafeError
@@ -45,6 +47,7 @@ class Job:
         pairs: one thread each.
         compiled: the drafters' loss.
         runtime: fla_safe's, frozen; None with stock FLA.
+        directories: of compiled kernels, as they were before torch.compile made any.
         losses: of every pair, by step, as far as they were looked at.
     """
 
@@ -52,6 +55,7 @@ class Job:
     pairs: list[Pair]
     compiled: Compiled
     runtime: Runtime | None
+    directories: Directories
     losses: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def counters(self) -> dict[str, int]:
@@ -81,11 +85,12 @@ def make_job(
     if impl == "fla_safe":  # before anything launches a kernel
         runtime = activate(RuntimeSettings(guarded=GUARDED, judge=repeats, agree=False, isolate=True))
     try:
+        directories = Directories.now(runtime)
         compiled = Compiled(
             drafter_loss,
             compiler=compiler,
             fused="flex_attention" if attention == "flex" else "",
-            scores=sizes.scores,
+            limit=sizes.largest,
             variants=len(devices),
         )
         section = contextlib.nullcontext if runtime is None else partial(getattr, runtime, "section")
@@ -96,7 +101,7 @@ def make_job(
         ]  # fmt: skip
         if runtime is None:
             for pair in pairs:
-                _compile_drafter(pair)
+                pair.rehearse_drafter()
         else:
             with runtime.warmup():
                 for pair in pairs:
@@ -104,23 +109,29 @@ def make_job(
             gpus = {first.index for first, _ in devices if first.type == "cuda"}
             runtime.freeze(guard, devices=gpus)  # type: ignore[arg-type]
         compiled.require()
-        yield Job(impl, pairs, compiled, runtime)
+        yield Job(impl, pairs, compiled, runtime, directories)
     finally:
         if runtime is not None:
             runtime.deactivate()
 
 
-def train(job: Job, steps: int, *, every: int = 50) -> None:
+def train(job: Job, steps: int, *, every: int = 50, apart: float = 0.0) -> None:
     """Train all pairs, a thread each, and print a line for each pair every so many steps.
+
+    Args:
+        every: steps between two lines of a pair.
+        apart: seconds between the starts of two pairs.
 
     Raises:
         PairFailedError: a thread failed; all have ended.
         NotZeroError: a counter of the runtime is not zero.
+        DirectoriesMixedError: see there.
     """
     printing = threading.Lock()
 
     def body(pair: Pair, stop: Stop) -> None:
         losses = job.losses.setdefault(pair.number, {})
+        time.sleep(apart * pair.number)
         with on_device(pair.devices[0]):
             for step in range(1, steps + 1):
                 stop.check()
@@ -141,53 +152,25 @@ def train(job: Job, steps: int, *, every: int = 50) -> None:
             "zero of each",
             "add the call to Pair.rehearse",
         )
-
-
-def _compile_drafter(pair: Pair) -> None:
-    """Forward and backward on made-up features, so that only FLA's operator is new to the threads."""
-    from dflash.anchors import Packer
-
-    context = pair.sizes.step_budget.context
-    pack = next(Packer(pair.sizes.documents(seed=50), pair.sizes.step_budget))
-    there = pair.devices[1]
-    features = torch.zeros(context, pair.sizes.target.features, dtype=pair.sizes.dtype, device=there)
-    anchors = pack.anchors.to(there)
-    pair.mask.update(anchors)
-    mask = pair.mask.block_mask() if pair.drafter.attention == "flex" else pair.mask.rows()
-    position = torch.zeros(context, dtype=torch.int64, device=there)
-    with on_device(pair.devices[0]):
-        pair.compiled(pair.drafter, features, position, anchors, mask).backward()
-    pair.optimizer.zero_grad(set_to_none=True)
-
-
-def directories(job: Job) -> dict[str, str]:
-    """Where compiled kernels lie: ours, Inductor's, and what Inductor made of Triton's variable."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    store = None if job.runtime is None else job.runtime.store
-    return {
-        "fla_safe": "" if store is None else str(store.directory.path),
-        "inductor": cache_dir(),
-        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", ""),
-    }
+    job.directories.require_still(job.runtime)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     options = _options(argv)
     gpus = 0 if options.cpu else torch.cuda.device_count()
-    kind = "cuda" if gpus else "cpu"
-    preset = PRESETS[kind]  # type: ignore[index]
+    kind: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"
+    preset = (MEMORY if options.memory else PRESETS)[kind]
     changes = {f.name: getattr(options, f.name, None) for f in fields(Sizes)}
     sizes = replace(preset, **{name: value for name, value in changes.items() if value is not None})
-    compiler: Compiler = options.compile or "inductor"
     try:
         if options.memory:
-            from dflash.memory import measure
-
-            print(measure(sizes, torch.device(kind), compiler))
+            # Without fusion a CPU holds more, never less; and no C++ is compiled for each number of anchors.
+            table = measure(sizes, torch.device(kind), options.compile or ("inductor" if gpus else "aot_eager"))
+            print("\n".join(str(row) for row in table))
+            check(table)
             return 0
-        return _train(options, pair_devices(options.pairs, gpus), sizes, compiler)
+        return _train(options, pair_devices(options.pairs, gpus), sizes, options.compile or "inductor")
     except FlaSafeError as error:
         if isinstance(error, PairFailedError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)
@@ -200,19 +183,15 @@ def _train(options: Any, devices: list[tuple[torch.device, torch.device]], sizes
         print(f"pair {i}: target on {first}, drafter on {second}")
     began = time.perf_counter()
     with make_job(options.impl, devices, sizes, compiler=compiler, guard=options.guard) as job:
-        ready, before = time.perf_counter(), directories(job)
+        ready = time.perf_counter()
         graphs = [f"{'backward' if s.backward else 'forward'} {list(s.shape)}" for s in job.compiled.seen]
         print(f"ready after {ready - began:.1f} s; largest tensor of each graph: {'; '.join(graphs)}", flush=True)
-        train(job, options.steps, every=options.every)
-        seconds, after = time.perf_counter() - ready, directories(job)
-        report = {
-            "impl": options.impl, "pairs": len(devices), "steps": options.steps, "losses": job.losses,
-            "counters": job.counters(), "seconds": round(seconds, 1), "directories": {"before": before, "after": after},
-            "runtime": None if job.runtime is None else job.runtime.report(),
-        }  # fmt: skip
+        train(job, options.steps, every=options.every, apart=options.apart)
+        seconds = time.perf_counter() - ready
+        report = _report(options.impl, job, options.steps, seconds)
     if options.report is not None:
         options.report.write_text(json.dumps(report, indent=1))
-    ends = [(by_step[min(by_step)], by_step[max(by_step)]) for by_step in job.losses.values()]
+    ends = [(column[0], statistics.fmean(column[-3:])) for column in (list(x.values()) for x in job.losses.values())]
     first_loss, last_loss = (sum(column) / len(ends) for column in zip(*ends, strict=True))
     counted = ", ".join(f"{name} {count}" for name, count in report["counters"].items()) or "nothing is counted"
     print(
@@ -222,12 +201,27 @@ def _train(options: Any, devices: list[tuple[torch.device, torch.device]], sizes
     return 0
 
 
+def _report(impl: Impl, job: Job, steps: int, seconds: float) -> dict[str, Any]:
+    return {
+        "impl": impl,
+        "pairs": len(job.pairs),
+        "steps": steps,
+        "seconds": round(seconds, 1),
+        "losses": job.losses,
+        "counters": job.counters(),
+        "directories": {"fla_safe": str(job.directories.ours), "inductor": str(job.directories.inductors)},
+        "graphs": [{"backward": seen.backward, "largest": list(seen.shape)} for seen in job.compiled.seen],
+        "runtime": None if job.runtime is None else job.runtime.report(),
+    }
+
+
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dflash", description=__doc__)
     parser.add_argument("--impl", choices=("fla_safe", "stock"), default="fla_safe")
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=50, help="steps between two lines of a pair")
+    parser.add_argument("--apart", type=float, default=0.5, help="seconds between the starts of two pairs")
     parser.add_argument("--guard", choices=("off", "warn", "strict"), default="strict")
     parser.add_argument("--memory", action="store_true", help="print peak memory against anchors instead of training")
     parser.add_argument("--compile", choices=("inductor", "aot_eager"), help="compiler of the drafter")
