@@ -51,13 +51,17 @@ class Kernels:
         """Kernel -> (call, bytes)."""
         shape, segments = self.shape, self.segments
         in_sums = launch.grad_in(self.grads, self.proj, self.gates, self.dproj, shape, segments)
-        out_sums = launch.grad_out(self.dout, self.o, self.proj, self.norm_weight, self.dproj, shape, segments)[1]
+        out_sums = launch.grad_out(self.dout, self.o, self.proj, self.norm_weight, shape, segments)[1]
         return {
             "in": (lambda: launch.run_in(self.proj, self.gates, shape, segments), 2 * self.qkv_bytes),
             "out": (lambda: launch.run_out(self.o, self.proj, self.norm_weight, shape, segments), 3 * self.o_bytes),
             "grad out": (
-                lambda: launch.grad_out(self.dout, self.o, self.proj, self.norm_weight, self.dproj, shape, segments),
-                5 * self.o_bytes,
+                lambda: launch.grad_out(self.dout, self.o, self.proj, self.norm_weight, shape, segments),
+                4 * self.o_bytes,
+            ),
+            "grad gate": (
+                lambda: launch.grad_gate(self.dout, self.o, self.proj, self.norm_weight, self.dproj, shape, segments),
+                4 * self.o_bytes,
             ),
             "grad in": (
                 lambda: launch.grad_in(self.grads, self.proj, self.gates, self.dproj, shape, segments),
@@ -89,6 +93,7 @@ VARIANTS: dict[str, list[dict[str, int | None]]] = {
         {"_WARPS": 2, "_GRAD_TOKENS": 64},
         {"_WARPS": 8, "_GRAD_TOKENS": 256},
     ],
+    "grad gate": [{}, {"_OUT_ROWS": 8}, {"_OUT_ROWS": 32}],
     "sums": [{}],
 }
 

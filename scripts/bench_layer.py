@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fla_safe.gdn import backends
-from fla_safe.gdn.fused import FusedMixer
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import composed_mixer, mixer
 from fla_safe.gdn.segments import PackedSegments
@@ -37,7 +37,7 @@ from gpu_measure import Ceilings, Measurement, measure, measure_ceilings
 HIDDEN, KEY_HEADS, VALUE_HEADS, HEAD_DIM, WINDOW = 2048, 16, 32, 128, 4
 """Qwen3.5-35B-A3B."""
 
-OURS = ("mixer_in_", "mixer_out_", "add_sums")
+OURS = ("mixer_in_", "mixer_out_", "gate_backward", "add_sums")
 """Names of the kernels around the chunk kernel."""
 
 
@@ -123,17 +123,23 @@ class Bench:
             "norm_eps": 1e-6,
             "segments": self.segments,
         }
-        kernel = backends.resolve("fla", "cuda", layout=self.layout, dtype=self.proj.dtype)
         found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"stock": self.stock}
-        if with_composed:
-            found["composed, FLA"] = lambda proj: composed_mixer(proj, kernel=kernel, **arguments)
-        found["fused, FLA"] = lambda proj: mixer(proj, kernel=kernel, **arguments)
-        if isinstance(kernel.mixer, FusedMixer):
+        for name, kernel in self.kernels().items():
+            if with_composed:
+                found[f"composed, {name}"] = partial(composed_mixer, kernel=kernel, **arguments)
+            found[f"fused, {name}"] = partial(mixer, kernel=kernel, **arguments)
             kept = dataclasses.replace(kernel, mixer=dataclasses.replace(kernel.mixer, keep_inputs=True))
-            found["fused, FLA, inputs kept"] = lambda proj: mixer(proj, kernel=kept, **arguments)
-        if backends.supports("flash_qla", "cuda", layout=self.layout, dtype=self.proj.dtype)[0]:
-            flash = backends.resolve("flash_qla", "cuda", layout=self.layout, dtype=self.proj.dtype)
-            found["fused, FlashQLA"] = lambda proj: mixer(proj, kernel=flash, **arguments)
+            found[f"fused, {name}, inputs kept"] = partial(mixer, kernel=kept, **arguments)
+        return found
+
+    def kernels(self) -> dict[str, Any]:
+        """Name -> chunk kernel."""
+        found = {"FLA": backends.resolve("fla", "cuda", layout=self.layout, dtype=self.proj.dtype)}
+        able, reason = backends.supports("flash_qla", "cuda", layout=self.layout, dtype=self.proj.dtype)
+        if able:
+            found["FlashQLA"] = backends.resolve("flash_qla", "cuda", layout=self.layout, dtype=self.proj.dtype)
+        else:
+            print(f"without FlashQLA: {reason}")
         return found
 
     def step(self, way: Callable[[torch.Tensor], torch.Tensor], scope: str) -> Callable[[], object]:
@@ -154,11 +160,10 @@ class Bench:
 
         return {"mixer": run_mixer, "recompute": recompute, "layer": layer}[scope]
 
-    def chunk_alone(self) -> Callable[[], object]:
-        """Forward and backward of our FLA chunk kernel without anything around it."""
+    def chunk_alone(self, kernel: Any) -> Callable[[], object]:
+        """Forward and backward of a chunk kernel, its sums over heads and chunks included, without anything around."""
         layout, rows = self.layout, self.proj.shape[0]
         H, HV, K, V = layout.key_heads, layout.value_heads, layout.key_dim, layout.value_dim
-        kernel = backends.resolve("fla", "cuda")
 
         def leaf(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device="cuda", dtype=self.proj.dtype)
@@ -240,9 +245,9 @@ def run_case(
     stocks = {scope: {"stock": steps[scope].pop("stock")} for scope in scopes}
     before = {scope: measure(stocks[scope], repeats)["stock"] for scope in scopes}
     ours: dict[str, dict[str, Measurement]] = {}
-    chunk_alone = bench.chunk_alone()
-    with frozen_kernels([*(step for scope in scopes for step in steps[scope].values()), chunk_alone], table):
-        chunk = measure({"chunk": chunk_alone}, max(3, repeats // 3))["chunk"]
+    alone = {name: bench.chunk_alone(kernel) for name, kernel in bench.kernels().items()}
+    with frozen_kernels([*(step for scope in scopes for step in steps[scope].values()), *alone.values()], table):
+        chunks = {name: round(m.busy, 3) for name, m in measure(alone, max(3, repeats // 3)).items()}
         for scope in scopes:
             ours[scope] = measure(steps[scope], repeats)
     after = {scope: measure(stocks[scope], repeats)["stock"] for scope in scopes}
@@ -251,18 +256,19 @@ def run_case(
         results = {"stock": min(before[scope], after[scope], key=lambda m: m.wall), **ours[scope]}
         floor = floors["around"] + floors["chunk"] + (floors["projections"] if scope == "layer" else 0.0)
         print(
-            f"\n{case}: {scope}, forward + backward; floor {floor:.2f} ms; FLA's chunk kernel alone {chunk.busy:.3f} "
-            f"ms; stock afterwards {drift:+.1%} of before (the faster one counts)"
+            f"\n{case}: {scope}, forward + backward; floor {floor:.2f} ms; chunk kernels alone {chunks} ms; "
+            f"stock afterwards {drift:+.1%} of before (the faster one counts)"
         )
         print(
             f"{'':26}{'wall':>8}{'host':>8}{'busy':>8}{'kernels':>9}{'syncs':>7}{'peak MiB':>10}{'ours':>8}{'rest':>8}"
         )
         stock = results["stock"]
         for name, m in results.items():
-            ours = sum(ms for kernel, ms in m.by_kernel.items() if kernel.startswith(OURS))
+            chunk = chunks["FlashQLA" if "FlashQLA" in name else "FLA"]
+            around = sum(ms for kernel, ms in m.by_kernel.items() if kernel.startswith(OURS))
             print(
                 f"{name:26}{m.wall:8.3f}{m.host:8.3f}{m.busy:8.3f}{m.kernels:9.0f}{m.syncs:7d}{m.peak:10.0f}"
-                f"{ours:8.3f}{m.busy - chunk.busy:8.3f}"
+                f"{around:8.3f}{m.busy - chunk:8.3f}"
             )
             if name != "stock":
                 print(
@@ -271,7 +277,7 @@ def run_case(
                     f"{m.wall / m.busy:.2f}; busy / floor {m.busy / floor:.2f}"
                 )
             record = {**dataclasses.asdict(case), "scope": scope, "way": name, **dataclasses.asdict(m)}
-            records.append(record | {"chunk_busy": chunk.busy, "floor": floor, "floors": floors})
+            records.append(record | {"chunk_busy": chunk, "floor": floor, "floors": floors})
         _print_kernels(results)
     return records
 
@@ -291,7 +297,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    chosen = [r for r in records if r["scope"] == "mixer" and r["tp"] == 2 and r["way"] != "composed, FLA"]
+    chosen = [r for r in records if r["scope"] == "mixer" and r["tp"] == 2 and not r["way"].startswith("composed")]
     cases = sorted({(r["rows"], r["segments"]) for r in chosen})
     names = list(dict.fromkeys(r["way"] for r in chosen))
     figure, axes = plt.subplots(figsize=(8, 4))

@@ -128,7 +128,7 @@ def _profile(step: Step, calls: int, result: Measurement) -> None:
         torch.cuda.synchronize()
     count = 0
     for event in profiler.events():
-        if event.device_type is not torch.autograd.DeviceType.CUDA or getattr(event, "is_user_annotation", False):
+        if event.device_type != torch.autograd.DeviceType.CUDA or getattr(event, "is_user_annotation", False):
             continue
         count += 1
         spent = event.time_range.elapsed_us() / 1e3 / calls

@@ -8,9 +8,10 @@ from typing import Literal, cast, get_args
 
 from fla_safe.errors import FlaSafeError
 
-__all__ = ["GdnCheck", "GdnGuard", "GdnImpl", "Settings", "SettingsError"]
+__all__ = ["GdnCheck", "GdnGuard", "GdnImpl", "GdnKernel", "Settings", "SettingsError"]
 
 GdnImpl = Literal["default", "fla_safe", "torch"]
+GdnKernel = Literal["auto", "fla", "flash_qla"]
 GdnGuard = Literal["off", "warn", "strict"]
 GdnCheck = Literal["off", "first", "every"]
 
@@ -25,6 +26,7 @@ class Settings:
 
     Attributes:
         gdn_impl: `--gdn_impl`: which implementation GDN layers use.
+        kernel: `--gdn_kernel`: whose chunk kernel runs on a GPU; "auto" measures where there is a choice.
         guard: `--gdn_guard`: what a kernel variant that the warm-up did not plan meets in training.
         bundle: `--gdn_bundle`: decisions and compiled kernels to start from.
         check: `--gdn_check`: whether tensors of GDN layers are looked at for NaN and infinity, and in which steps.
@@ -36,6 +38,7 @@ class Settings:
     """
 
     gdn_impl: GdnImpl = "default"
+    kernel: GdnKernel = "auto"
     guard: GdnGuard = "warn"
     check: GdnCheck = "off"
     bundle: Path | None = None
@@ -49,6 +52,7 @@ class Settings:
         cls,
         gdn_impl: str,
         *,
+        kernel: str = "auto",
         guard: str = "warn",
         check: str = "off",
         bundle: str | None = None,
@@ -62,6 +66,7 @@ class Settings:
         """
         for flag, value, known in (
             ("gdn_impl", gdn_impl, GdnImpl),
+            ("gdn_kernel", kernel, GdnKernel),
             ("gdn_guard", guard, GdnGuard),
             ("gdn_check", check, GdnCheck),
         ):
@@ -77,6 +82,7 @@ class Settings:
             raise SettingsError(f"--gdn_bundle {bundle}", "a file made by `fla-safe bundle pack`", "correct the path")
         return cls(
             gdn_impl=cast(GdnImpl, gdn_impl),
+            kernel=cast(GdnKernel, kernel),
             guard=cast(GdnGuard, guard),
             check=cast(GdnCheck, check),
             bundle=None if bundle is None else Path(bundle),

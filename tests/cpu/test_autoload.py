@@ -107,7 +107,15 @@ def test_the_argument_class_gets_the_field_and_keeps_its_identity() -> None:
         "print({f.name: f.default for f in dataclasses.fields(cls)})"
     )
     done = python(code)
-    added = {"gdn_impl": "default", "gdn_guard": "warn", "gdn_bundle": None, "gdn_cache_root": None, "gdn_report": None}
+    added = {
+        "gdn_impl": "default",
+        "gdn_kernel": "auto",
+        "gdn_guard": "warn",
+        "gdn_check": "off",
+        "gdn_bundle": None,
+        "gdn_cache_root": None,
+        "gdn_report": None,
+    }
     assert ast.literal_eval(done.stdout) == {"iterations": 1} | added, done.stderr
 
 

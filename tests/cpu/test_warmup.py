@@ -18,12 +18,13 @@ def _layer() -> Any:
     """What the warm-up reads of a GDN layer; three of them share one variant."""
     from fla_safe.gdn import fla_chunk
     from fla_safe.gdn.backends import Backend
+    from fla_safe.gdn.chunk_function import differentiable
     from fla_safe.gdn.fused import FusedMixer
     from fla_safe.gdn.layout import ProjectionLayout
     from fla_safe.megatron.layer import SafeForward
 
     kernel = fla_chunk.load()
-    backend = Backend("fla", kernel.version, fla_chunk.fla_chunk_gated_delta_rule, FusedMixer(kernel))
+    backend = Backend("fla", kernel.version, differentiable(kernel), FusedMixer(kernel))
     layout = ProjectionLayout("interleaved", 2, 4, 64, 64)
 
     class Layer(SafeForward, torch.nn.Module):

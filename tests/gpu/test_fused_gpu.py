@@ -18,7 +18,7 @@ if torch.cuda.is_available():
     from fla_safe.gdn.fused import FusedMixer
     from fla_safe.gdn.fused_in import mixer_in_forward
     from fla_safe.gdn.fused_in_grad import mixer_in_backward
-    from fla_safe.gdn.fused_out import mixer_out_backward, mixer_out_forward
+    from fla_safe.gdn.fused_out import gate_backward, mixer_out_backward, mixer_out_forward
     from fla_safe.gdn.fused_sums import add_sums
     from fla_safe.gdn.layout import ProjectionLayout
     from fla_safe.gdn.segments import PackedSegments
@@ -120,7 +120,7 @@ def test_resolved_on_cuda_it_is_the_fused_one_and_never_waits_for_the_gpu() -> N
 
 
 def test_another_number_of_tokens_compiles_nothing() -> None:
-    kernels = [mixer_in_forward, mixer_in_backward, mixer_out_forward, mixer_out_backward, add_sums]
+    kernels = [mixer_in_forward, mixer_in_backward, mixer_out_forward, mixer_out_backward, gate_backward, add_sums]
 
     def compiled() -> int:
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -7,14 +7,15 @@ from typing import Final, Protocol
 import torch
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.gdn import fla_chunk
+from fla_safe.gdn import fla_chunk, flash_qla
+from fla_safe.gdn.chunk_function import ChunkKernel, differentiable
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
 from fla_safe.gdn.torch_chunk import torch_chunk_gated_delta_rule
 
 __all__ = ["NAMES", "Backend", "BackendError", "RuleFunction", "resolve", "supports"]
 
-NAMES: Final = ("torch", "fla")
+NAMES: Final = ("torch", "fla", "flash_qla")
 
 
 class BackendError(FlaSafeError, RuntimeError):
@@ -81,6 +82,9 @@ def supports(
             (layout.key_dim, layout.value_dim) if layout is not None and narrow else (),
         )
         return reason is None, reason or f"fla-core {fla_chunk.fla_version()}"
+    if name == "flash_qla":
+        reason = flash_qla.unsupported_reason(torch.device(device), layout, dtype)
+        return reason is None, reason or "flash-qla"
     return False, f"no kernel is called {name!r}; there are {', '.join(NAMES)}"
 
 
@@ -109,12 +113,12 @@ def resolve(
         raise BackendError(
             f"kernel {name!r} asked for, but {reason}", "a kernel that this machine can run", "use --gdn_impl torch"
         )
-    if name == "fla":
-        kernel = fla_chunk.load()
-        mixer = None
-        if torch.device(device).type == "cuda" if fused is None else fused:
-            from fla_safe.gdn.fused import FusedMixer  # Triton, which a machine without these kernels may lack
+    if name == "torch":
+        return Backend("torch", torch.__version__, torch_chunk_gated_delta_rule)
+    kernel: ChunkKernel = flash_qla.load() if name == "flash_qla" else fla_chunk.load()
+    mixer = None
+    if torch.device(device).type == "cuda" if fused is None else fused:
+        from fla_safe.gdn.fused import FusedMixer  # Triton, which a machine without these kernels may lack
 
-            mixer = FusedMixer(kernel)
-        return Backend("fla", kernel.version, fla_chunk.fla_chunk_gated_delta_rule, mixer)
-    return Backend("torch", torch.__version__, torch_chunk_gated_delta_rule)
+        mixer = FusedMixer(kernel)
+    return Backend(name, kernel.version, differentiable(kernel), mixer)

@@ -1,4 +1,4 @@
-"""FLA's gated delta rule kernels behind our own autograd function: no dispatch, no identity cache, no synchronisation.
+"""FLA's gated delta rule kernels outside autograd: no dispatch, no identity cache, no synchronisation.
 
 Works with fla-core 0.4.2 to 0.6.x. Only functions that launch kernels are taken from FLA
 (`fla.ops.gated_delta_rule.chunk`), by the arguments that all these versions share: the single steps where we know how
@@ -15,17 +15,15 @@ from typing import Any, Final
 
 import torch
 from packaging.version import InvalidVersion, Version
-from torch.autograd.function import once_differentiable
 
 from fla_safe.errors import MissingDependencyError
-from fla_safe.gdn import calls
-from fla_safe.gdn.fla_parts import FlaParts, load_parts, sum_heads
+from fla_safe.gdn.chunk_function import sum_heads
+from fla_safe.gdn.fla_parts import FlaParts, load_parts
 from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.rebind import rebind
-from fla_safe.gdn.recomputation import kept_briefly
 from fla_safe.gdn.segments import CHUNK_SIZE, PackedSegments
 
-__all__ = ["SUPPORTED", "FlaKernel", "Saved", "fla_chunk_gated_delta_rule", "fla_version", "load", "unsupported_reason"]
+__all__ = ["SUPPORTED", "FlaKernel", "Saved", "fla_version", "load", "unsupported_reason"]
 
 _log = logging.getLogger("fla_safe")
 
@@ -216,45 +214,3 @@ def _mismatch(seen: str) -> MissingDependencyError:
     return MissingDependencyError(
         seen, f"fla-core >= {SUPPORTED[0]}, < {SUPPORTED[1]}", "pip install 'fla-core>=0.6,<0.7'"
     )
-
-
-class _FlaChunk(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, g, beta, scale, segments, kernel):  # type: ignore[no-untyped-def]
-        calls.count_forward()
-        ctx.key_heads, ctx.scale, ctx.segments, ctx.kernel = q.shape[2], scale, segments, kernel
-        o, saved = kernel.forward(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            g.contiguous(),
-            beta.contiguous(),
-            scale,
-            segments,
-            kept_briefly(),
-        )
-        ctx.save_for_backward(*saved)
-        ctx.dtypes = q.dtype, k.dtype, v.dtype, g.dtype, beta.dtype
-        return o.to(v.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do):  # type: ignore[no-untyped-def]
-        calls.count_backward()
-        kernel, segments = ctx.kernel, ctx.segments
-        parts = kernel.backward(ctx.saved_tensors, do.contiguous(), ctx.scale, segments, ctx.key_heads)
-        grads = kernel.total(parts, segments, ctx.key_heads)
-        return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
-
-
-def fla_chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    segments: PackedSegments | None,
-) -> torch.Tensor:
-    """The gated delta rule by FLA's kernels; arguments and result as in `torch_chunk.torch_chunk_gated_delta_rule`."""
-    return _FlaChunk.apply(q, k, v, g, beta, scale, segments, load())

@@ -17,11 +17,12 @@ from typing import Any, Final
 
 import torch
 
+from fla_safe.gdn.chunk_function import sum_heads
 from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.rebind import rebind, unwrap
 from fla_safe.gdn.segments import CHUNK_SIZE
 
-__all__ = ["FlaParts", "digest", "load_parts", "sum_heads", "without"]
+__all__ = ["FlaParts", "digest", "load_parts", "without"]
 
 _NAMES: Final = {
     "cumulate": "chunk_local_cumsum",
@@ -123,11 +124,6 @@ class FlaParts:
         dg = dg[0] if dg.shape[0] == 1 else dg.sum(0)
         dg = self.cumulate(dg.add_(dg2), chunk_size=CHUNK_SIZE, reverse=True, **packing)  # type: ignore[arg-type]
         return sum_heads(dq, key_heads), sum_heads(dk.add_(dk2), key_heads), dv, dg, dbeta  # type: ignore[arg-type]
-
-
-def sum_heads(x: torch.Tensor, key_heads: int) -> torch.Tensor:
-    """`[B, T, H, K]` from one gradient a value head, `[B, T, HV, K]`."""
-    return x if x.shape[2] == key_heads else x.unflatten(2, (key_heads, -1)).sum(3)
 
 
 def load_parts(chunk: Any, replacements: Mapping[str, Any]) -> FlaParts | None:

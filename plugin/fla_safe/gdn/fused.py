@@ -2,17 +2,19 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from fla_safe.errors import FlaSafeError
 from fla_safe.gdn import calls
+from fla_safe.gdn.chunk_function import ChunkKernel
 from fla_safe.gdn.fused_launch import (
     MAX_WINDOW,
     Gates,
     MixerShape,
+    grad_gate,
     grad_in,
     grad_out,
     mixer_shape,
@@ -20,40 +22,15 @@ from fla_safe.gdn.fused_launch import (
     run_out,
     total_sums,
 )
-from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.recomputation import kept_briefly
 from fla_safe.gdn.segments import PackedSegments
 
-__all__ = ["ChunkKernel", "FusedError", "FusedMixer"]
+__all__ = ["FusedError", "FusedMixer"]
 
 
 class FusedError(FlaSafeError, ValueError):
     """The fused kernels cannot run what they were given."""
-
-
-class ChunkKernel(Protocol):
-    """A gated delta rule outside autograd, as `fla_chunk.FlaKernel` is.
-
-    `saved` begins with q, k, v, the kernel's own form of g, and beta; with `keep_states` it may hold more than the
-    backward pass needs, to save it work. The fused kernel sums what `backward` leaves in parts.
-    """
-
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        scale: float,
-        segments: PackedSegments | None,
-        keep_states: bool = False,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]: ...
-
-    def backward(
-        self, saved: Any, do: torch.Tensor, scale: float, segments: PackedSegments | None, key_heads: int
-    ) -> KernelGrads: ...
 
 
 class _Call(NamedTuple):
@@ -101,12 +78,16 @@ class _Mixer(torch.autograd.Function):
         gates = Gates(conv_weight, conv_bias, A_log, dt_bias)
         shape, segments = call.shape, call.segments
         with _on(proj.device):
-            dproj = torch.empty_like(proj)
-            do, out_sums = grad_out(dout.contiguous(), o, proj, norm_weight, dproj, shape, segments)
+            dout = dout.contiguous()
+            do, out_sums = grad_out(dout, o, proj, norm_weight, shape, segments)
             if not ctx.keeps_inputs:
                 inputs = run_in(proj, gates, shape, segments)
                 saved = [inputs.q, inputs.k, inputs.v, saved[0], inputs.beta, *saved[1:]]
+                del inputs
             parts = call.kernel.backward(saved, do, call.scale, segments, shape.layout.key_heads)
+            del saved, do
+            dproj = torch.empty_like(proj)
+            grad_gate(dout, o, proj, norm_weight, dproj, shape, segments)
             in_sums = grad_in(parts, proj, gates, dproj, shape, segments)
             grads, dnorm = total_sums(in_sums, out_sums, gates, norm_weight, shape)
         return dproj, grads.conv_weight, grads.conv_bias, grads.A_log, grads.dt_bias, dnorm, None
@@ -116,7 +97,7 @@ class _Mixer(torch.autograd.Function):
 class FusedMixer:
     """`gdn.mixer.mixer` by fused Triton kernels around `kernel`, with the same arguments and result.
 
-    One launch before the chunk kernel and one after it; backward one before, one after, one for the parameters'
+    One launch before the chunk kernel and one after it; backward one before, two after, one for the parameters'
     gradients, and the first again if `keep_inputs` is False.
 
     Attributes:

@@ -9,7 +9,7 @@ import triton
 
 from fla_safe.gdn.fused_in import mixer_in_forward
 from fla_safe.gdn.fused_in_grad import mixer_in_backward
-from fla_safe.gdn.fused_out import mixer_out_backward, mixer_out_forward
+from fla_safe.gdn.fused_out import gate_backward, mixer_out_backward, mixer_out_forward
 from fla_safe.gdn.fused_sums import add_sums
 from fla_safe.gdn.kernel_grads import KernelGrads
 from fla_safe.gdn.layout import ProjectionLayout
@@ -20,6 +20,7 @@ __all__ = [
     "Gates",
     "Inputs",
     "MixerShape",
+    "grad_gate",
     "grad_in",
     "grad_out",
     "mixer_shape",
@@ -209,20 +210,35 @@ def grad_out(
     o: torch.Tensor,
     proj: torch.Tensor,
     norm_weight: torch.Tensor,
-    dproj: torch.Tensor,
     shape: MixerShape,
     segments: PackedSegments | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of `o`, and per-block sums `[*, V]` of the norm weight's; z's goes into `dproj`. One launch."""
+    """The gradient of `o`, and per-block sums `[*, V]` of the norm weight's. One launch."""
     total, batch, layout = proj.shape[0], proj.shape[1], shape.layout
     blocks = _blocks(total * layout.value_heads, _OUT_ROWS * _GRAD_OUT_STEPS)
     do = torch.empty_like(o)
     sums = proj.new_empty((blocks * batch, layout.value_dim), dtype=torch.float32)
     used = total if segments is None else segments.used
     mixer_out_backward[(blocks, batch)](
-        o, proj, norm_weight, dout, do, dproj, sums, total, used, STEPS=_GRAD_OUT_STEPS, **_out_options(shape)
+        o, proj, norm_weight, dout, do, sums, total, used, STEPS=_GRAD_OUT_STEPS, **_out_options(shape)
     )
     return do, sums
+
+
+def grad_gate(
+    dout: torch.Tensor,
+    o: torch.Tensor,
+    proj: torch.Tensor,
+    norm_weight: torch.Tensor,
+    dproj: torch.Tensor,
+    shape: MixerShape,
+    segments: PackedSegments | None,
+) -> None:
+    """The gradient of z into `dproj`. One launch."""
+    total, batch = proj.shape[0], proj.shape[1]
+    gate_backward[(_blocks(total * shape.layout.value_heads, _OUT_ROWS), batch)](
+        o, proj, norm_weight, dout, dproj, total, total if segments is None else segments.used, **_out_options(shape)
+    )
 
 
 def grad_in(

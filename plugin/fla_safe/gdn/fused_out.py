@@ -5,7 +5,7 @@ import triton.language as tl
 
 from fla_safe.gdn.fused_rows import sigmoid, z_columns
 
-__all__ = ["mixer_out_backward", "mixer_out_forward"]
+__all__ = ["gate_backward", "mixer_out_backward", "mixer_out_forward"]
 
 
 @triton.jit
@@ -83,7 +83,6 @@ def mixer_out_backward(
     norm_weight,
     dout,
     do,
-    dproj,
     sums,
     total,
     used,
@@ -99,9 +98,9 @@ def mixer_out_backward(
     INTERLEAVED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """Grid (blocks of `ROWS * STEPS` pairs, batch): gradient of o, of z into `dproj`, and a row of `sums` `[*, V]`.
+    """Grid (blocks of `ROWS * STEPS` pairs, batch): gradient of o, and a row of `sums` `[*, V]` for the norm's weight.
 
-    Shapes as in `mixer_out_forward`; `do` as `o`, `dout` as `out`, `dproj` as `proj`.
+    Shapes as in `mixer_out_forward`; `do` as `o`, `dout` as `out`.
     """
     batch = tl.program_id(1)
     cols = tl.arange(0, BV)[None, :]
@@ -124,15 +123,58 @@ def mixer_out_backward(
         dy = tl.load(dout + in_out, mask=valid, other=0.0).to(tl.float32)
         r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / V) + eps)
         x = x * r
-        s = sigmoid(z)
-        gate = z * s
-        dz = dy * x * weight * (s + gate * (1.0 - s))
-        dy = dy * gate
+        dy = dy * (z * sigmoid(z))
         dweight += dy * x
         dx = dy * weight
         dx = r * (dx - x * (tl.sum(dx * x, axis=1, keep_dims=True) * (1.0 / V)))
-        tl.store(dproj + in_z, dz.to(dproj.dtype.element_ty), mask=inside)
         tl.store(do + in_o, dx.to(do.dtype.element_ty), mask=inside)
     row = (batch * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
     cols = tl.arange(0, BV)
     tl.store(sums + row * V + cols, tl.sum(dweight, axis=0), mask=cols < V)
+
+
+@triton.jit(do_not_specialize=["total", "used"], do_not_specialize_on_alignment=["norm_weight"])
+def gate_backward(
+    o,
+    proj,
+    norm_weight,
+    dout,
+    dproj,
+    total,
+    used,
+    eps: tl.constexpr,
+    BATCH: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """Gradient of z into `dproj`, which is shaped as `proj`; grid and all else as in `mixer_out_forward`.
+
+    Apart from `mixer_out_backward`, though both read the same: so `dproj`, the largest tensor of the backward pass,
+    need not be there while the chunk kernel holds its intermediates.
+    """
+    batch = tl.program_id(1)
+    n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    t = n // HV
+    in_o, in_out, in_z = _locate(n, t, batch, total, BATCH, H, HV, K, V, BV, INTERLEAVED)
+    cols = tl.arange(0, BV)[None, :]
+    inside = t < total
+    valid = t < used
+    if V != BV:
+        inside = inside & (cols < V)
+        valid = valid & (cols < V)
+    x = tl.load(o + in_o, mask=valid, other=0.0).to(tl.float32)
+    z = tl.load(proj + in_z, mask=valid, other=0.0).to(tl.float32)
+    dy = tl.load(dout + in_out, mask=valid, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + cols, mask=cols < V, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / V) + eps)
+    s = sigmoid(z)
+    dz = dy * (x * r) * weight * (s + z * s * (1.0 - s))
+    tl.store(dproj + in_z, dz.to(dproj.dtype.element_ty), mask=inside)

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from fla_safe.gdn.flash_qla import segment_counts
 from fla_safe.gdn.segments import PackedSegments
 from fla_safe.gdn.variant import MixerVariant
 from fla_safe.gdn.verify import GoldenCheck
@@ -15,7 +16,7 @@ from fla_safe.runtime.tuning.keys import TuningKey
 from fla_safe.runtime.tuning.tuning_child import Work
 from fla_safe.runtime.tuning.winners import RepeatCheck
 
-__all__ = ["AWKWARD_ROWS", "GUARDED", "Rows", "in_child", "rehearse", "repeats", "steps"]
+__all__ = ["AWKWARD_ROWS", "GUARDED", "Rows", "in_child", "packed_row", "rehearse", "repeats", "steps"]
 
 GUARDED = ("fla", "fla_safe")
 """Only kernels of these packages are ours to answer for; others in the process keep Triton's own rules."""
@@ -54,6 +55,11 @@ def steps(variant: MixerVariant, rows: Rows, device: torch.device | str) -> Iter
             continue
         for recompute in (False, True):
             yield partial(_step, variant, rows, device, tokens, recompute)
+    if variant.backend.name == "flash_qla" and rows.packed:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        for count in segment_counts(variant.layout.value_heads, processors):
+            for recompute in (False, True):
+                yield partial(_step, variant, rows, device, max(rows.tokens, count), recompute, count)
 
 
 def rehearse(variant: MixerVariant, rows: Rows, device: torch.device | str) -> None:
@@ -62,9 +68,24 @@ def rehearse(variant: MixerVariant, rows: Rows, device: torch.device | str) -> N
         step()
 
 
-def _step(variant: MixerVariant, rows: Rows, device: torch.device | str, tokens: int, recompute: bool) -> None:
+def packed_row(tokens: int, count: int, device: torch.device | str) -> PackedSegments:
+    """A row of `count` segments of about equal length."""
+    bounds = torch.linspace(0, tokens, min(count, tokens) + 1).round().to(device, torch.int32)
+    return PackedSegments.prepare(bounds, tokens, device=device)
+
+
+def _step(
+    variant: MixerVariant,
+    rows: Rows,
+    device: torch.device | str,
+    tokens: int,
+    recompute: bool,
+    count: int | None = None,
+) -> None:
     segments = None
-    if rows.packed:
+    if rows.packed and count is not None:
+        segments = packed_row(tokens, count, device)
+    elif rows.packed:
         bounds = sorted({0, 1, tokens // 3, tokens // 2, tokens})
         offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
         segments = PackedSegments.prepare(offsets, tokens, device=device)

@@ -45,7 +45,7 @@ class SafeForward:
     """
 
     layout_kind: ClassVar[Literal["interleaved", "sectioned"]]
-    kernel_name: ClassVar[str] = "auto"
+    kernel_name: str = "auto"
     # By name on the class, so that a check (`megatron.watching`) can stand before one layer's; nobody pays otherwise.
     run_mixer = staticmethod(mixer)
 

@@ -1,17 +1,21 @@
 """Before training, runs every kernel variant that a model's GDN layers can meet: tuned, checked, agreed, frozen."""
 
 import atexit
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from fla_safe.gdn.flash_qla import watch_compilations
 from fla_safe.gdn.rehearsal import GUARDED, Rows, rehearse, repeats
 from fla_safe.gdn.variant import MixerVariant
 from fla_safe.gdn.verify import GoldenCheck, Verdict
 from fla_safe.megatron.consensus import together
+from fla_safe.megatron.kernel_choice import Timings, choose_kernels
 from fla_safe.megatron.layer import SafeForward
 from fla_safe.runtime import Runtime, RuntimeSettings, activate
 from fla_safe.runtime.artifacts.kept import keys_in_use, save_bundle
@@ -51,11 +55,13 @@ class SteadyState:
         runtime: counters and report.
         variants: kinds of GDN layers on this rank.
         given_back: bytes of artifacts of configs that lost.
+        timings: of chunk kernels that competed.
     """
 
     runtime: Runtime
     variants: tuple[MixerVariant, ...]
     given_back: int
+    timings: Timings
 
     @property
     def table_hash(self) -> str:
@@ -94,6 +100,7 @@ class SteadyState:
         table = self.runtime.table
         return self.runtime.report() | {
             "variants": [str(variant) for variant in self.variants],
+            "kernel_timings_ms": self.timings,
             "unverified": [str(key) for key in table if not (entry := table.entry(key)) or not entry.verified],
         }
 
@@ -120,7 +127,9 @@ def reach_steady_state(
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
     layers = [m for model in models for m in model.modules() if isinstance(m, SafeForward)]
-    variants = tuple(dict.fromkeys(_variant(layer, workload, device) for layer in layers))
+    for layer in layers:
+        if settings.kernel != "auto" and layer.kernel_name == "auto":
+            layer.kernel_name = settings.kernel
     rows = Rows(workload.tokens, workload.batch, workload.packed)
     with together("taking over Triton"):
         runtime = activate(
@@ -135,28 +144,58 @@ def reach_steady_state(
                 tables=sorted(TABLES.glob("*.json")),
             )
         )
-    fla_variants = [variant for variant in variants if variant.backend.name != "torch"]
+    _isolate_tilelang(runtime)
+    with together("resolving the GDN kernels"):
+        variant_of = {id(layer): _variant(layer, workload, device) for layer in layers}
+    variants = dict.fromkeys(variant_of.values())
+    tuned = [variant for variant in variants if variant.backend.name == "fla"]
     if settings.tune_in_child:
-        runtime.tuning.elsewhere = _elsewhere(runtime, fla_variants, rows, device)
+        runtime.tuning.elsewhere = _elsewhere(runtime, tuned, rows, device)
     # Takes this rank's directory of artifacts away, too.
     atexit.register(runtime.deactivate)
 
     def run_all() -> None:
         for variant in variants:
             rehearse(variant, rows, device)
-        torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
+    timings: Timings = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         with runtime.warmup(progress=say):
             run_all()
-        checks = {str(variant): _golden(variant, rows, device) for variant in fla_variants}
+            if settings.kernel == "auto" and device.type == "cuda":
+                faster, timings = choose_kernels(tuned, rows, device, runtime.share, runtime.say)
+                for layer in layers:
+                    if (backend := faster.get(variant_of[id(layer)])) is not None:
+                        layer._backend = backend
+                # Those that lost stay in: their kernels go into the bundle, for the next start to measure again.
+                variants |= dict.fromkeys(replace(variant, backend=backend) for variant, backend in faster.items())
+                if faster:
+                    run_all()
+        checks = {
+            str(variant): _golden(variant, rows, device) for variant in variants if variant.backend.name != "torch"
+        }
         runtime.freeze(progress=say, checks=checks, again=run_all)
     runtime.tuning.elsewhere = None
     given_back = 0 if runtime.store is None else runtime.store.store.prune(keys_in_use(runtime.launching))
     torch.cuda.empty_cache()
     for layer in layers:
         layer.section = runtime.section
-    return SteadyState(runtime, variants, given_back)
+    if any(variant.backend.name == "flash_qla" for variant in variants):
+        atexit.register(watch_compilations(partial(_compiled_late, runtime)))
+    return SteadyState(runtime, tuple(variants), given_back, timings)
+
+
+def _isolate_tilelang(runtime: Runtime) -> None:
+    """TileLang, which compiles FlashQLA, keeps its kernels beside this rank's others, not in a shared directory."""
+    if runtime.store is not None:
+        os.environ.setdefault("TILELANG_CACHE_DIR", str(runtime.store.directory.path / "tilelang"))
+
+
+def _compiled_late(runtime: Runtime, kernel: str) -> None:
+    if runtime.guard.frozen:
+        runtime.guard.late_compile(f"flash_qla.{kernel}", "arguments that TileLang has no kernel for")
 
 
 def _variant(layer: SafeForward, workload: Workload, device: torch.device) -> MixerVariant:

@@ -361,6 +361,14 @@ class Runtime:
         if self._agreement is not None:
             self._agreement.progress(text)
 
+    def share(self, value: Any) -> list[Any]:
+        """In a warm-up: gather a JSON-serialisable value from all ranks, by rank. All ranks call it.
+
+        Raises:
+            AgreementError: another rank failed.
+        """
+        return self._open_agreement().share(value)
+
     def _tuned(self, key: TuningKey, configs: int, seconds: float) -> None:
         self.say(f"tuned {key.kernel.rsplit('.', 1)[-1]} ({configs} configs, {seconds:.1f} s)")
 

@@ -4,13 +4,17 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.settings import GdnCheck, GdnGuard, GdnImpl
+from fla_safe.settings import GdnCheck, GdnGuard, GdnImpl, GdnKernel
 
 __all__ = ["UnsupportedSwiftError", "register"]
 
 IMPL_HELP = (
     "Gated DeltaNet layers: 'default' is ms-swift's own; 'fla_safe' is fla-safe's layer on hardened FLA kernels; "
     "'torch' is the same layer in plain PyTorch (slow; for CPUs and for comparison)."
+)
+KERNEL_HELP = (
+    "With --gdn_impl fla_safe on GPUs: whose kernels compute the gated delta rule. 'auto' measures FLA's and, where it "
+    "is installed and right, FlashQLA's at the job's sizes and takes the faster; 'fla' and 'flash_qla' name one."
 )
 GUARD_HELP = (
     "With --gdn_impl fla_safe on GPUs: what a GDN kernel that would be tuned or compiled after the warm-up meets. "
@@ -55,6 +59,7 @@ def register(module: ModuleType) -> None:
     @dataclass
     class MegatronArguments(base):  # type: ignore[misc, valid-type]
         gdn_impl: GdnImpl = field(default="default", metadata={"help": IMPL_HELP})
+        gdn_kernel: GdnKernel = field(default="auto", metadata={"help": KERNEL_HELP})
         gdn_guard: GdnGuard = field(default="warn", metadata={"help": GUARD_HELP})
         gdn_check: GdnCheck = field(default="off", metadata={"help": CHECK_HELP})
         gdn_bundle: str | None = field(default=None, metadata={"help": BUNDLE_HELP})

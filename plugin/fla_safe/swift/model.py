@@ -26,6 +26,7 @@ def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[tor
     def get_mcore_model(args: Any, hf_config: Any) -> list[torch.nn.Module]:
         settings = Settings.read(
             getattr(args, "gdn_impl", "default"),
+            kernel=getattr(args, "gdn_kernel", "auto"),
             guard=getattr(args, "gdn_guard", "warn"),
             check=getattr(args, "gdn_check", "off"),
             bundle=getattr(args, "gdn_bundle", None),
