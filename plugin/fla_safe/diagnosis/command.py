@@ -56,6 +56,8 @@ def _show(record: "Record", result: "Replay") -> None:
     from rich.table import Table
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 160  # a log has no width of its own
     found = record.finding
     if found:
         step = "no training step" if found.get("step") is None else f"step {found['step']}"

@@ -52,7 +52,8 @@ class Place:
         elif self.batch is not None:
             said.append(f"batch {self.batch}")
         if self.head is not None:
-            said.append(f"{'key' if self.part in ('q', 'k') else 'value'} head {self.head}")
+            kind = "key" if self.part in ("q", "k") else "value"
+            said.append(f"{kind} head {self.head}{f' ({self.part})' if self.part else ''}")
         return ", ".join([*said, f"index {list(self.index)}"])
 
 
