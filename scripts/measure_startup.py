@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ PER_NODE = 8
 COUNTS = ("opens", "stats", "changes", "listings", "read_bytes", "written_bytes")
 
 _END_OF_IMPORTS = "/measure_startup/end/of/imports"
+# Set by the tests: run the forward convolution alone, one kernel of eighteen.
+_ONE_KERNEL = "MEASURE_STARTUP_ONE_KERNEL"
 _TRACED = "%file,read,pread64,write,pwrite64,getdents64"
 _CALL = re.compile(r"(\w+)\((.*)\)\s+= (-?\d+)")
 _OPENS = {"open", "openat", "openat2", "creat"}
@@ -78,7 +80,7 @@ class Result:
 # -- counting -------------------------------------------------------------------------------------------------------
 
 
-def parse(lines: Iterator[str] | Sequence[str], places: dict[str, str]) -> dict[str, Counter[str]]:
+def parse(lines: Iterable[str], places: dict[str, str]) -> dict[str, Counter[str]]:
     """Counts by place from the lines of `strace -y`, one process a file.
 
     Args:
@@ -133,8 +135,8 @@ def watch(place: str) -> Counter[str]:
 # -- a rank ---------------------------------------------------------------------------------------------------------
 
 
-def ranks_main(options: argparse.Namespace) -> None:
-    """Import what a rank imports, fork all ranks, and wait for them."""
+def ranks_main(modes: Sequence[str], ranks: int, work: Path) -> None:
+    """Import what a rank imports; for each mode fork all ranks, let them start together, print what they report."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     import fake_triton
 
@@ -149,25 +151,47 @@ def ranks_main(options: argparse.Namespace) -> None:
     prepare()
     Layer()
     triton_key()  # reads Triton's own libraries, once in each process
-    if not options.mode.startswith("stock"):
+    if not all(mode.startswith("stock") for mode in modes):
         import fla_safe.runtime.lifecycle  # noqa: F401
     os.access(_END_OF_IMPORTS, os.F_OK)
+    for mode in modes:
+        for local in _nodes(ranks, work):
+            shutil.rmtree(local, ignore_errors=True)
+            (local / "tmp").mkdir(parents=True)
+            local.chmod(0o700)
+        for report in _start(mode, ranks, work):
+            print(report, flush=True)
+
+
+def _nodes(ranks: int, work: Path) -> list[Path]:
+    return [work / f"node{node}" for node in range(-(-ranks // PER_NODE))]
+
+
+def _start(mode: str, ranks: int, work: Path) -> list[str]:
+    """A line of JSON from each rank that did not fail."""
+    (there, ready), (wait, go), (back, done) = os.pipe(), os.pipe(), os.pipe()
     pids = []
-    for rank in range(options.of_ranks):
+    for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
-            status = 1
+            for end in (there, go, back):
+                os.close(end)
             try:
-                rank_main(options, rank)
-                status = 0
+                report = rank_main(mode, rank, work, ready, wait)
+                os.write(done, (json.dumps(report) + "\n").encode())
             except BaseException:
                 sys.excepthook(*sys.exc_info())
-            os._exit(status)
+            os._exit(0)
         pids.append(pid)
-    for end in (options.ready, options.go, options.done):
+    for end in (ready, wait, done):
         os.close(end)
-    ends = [os.waitpid(pid, 0)[1] for pid in pids]
-    raise SystemExit(any(ends))
+    with os.fdopen(there, "rb") as arrived, os.fdopen(back) as reports:
+        os.write(go, b"." * len(arrived.read()))  # every rank closes its end when it is ready, or dies
+        lines = reports.read().splitlines()
+    os.close(go)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    return lines
 
 
 def _incompressible_binaries() -> None:
@@ -189,21 +213,21 @@ def _incompressible_binaries() -> None:
     CUDABackend.add_stages = add
 
 
-def rank_main(options: argparse.Namespace, rank: int) -> None:
+def rank_main(mode: str, rank: int, work: Path, ready: int, wait: int) -> dict[str, Any]:
     """One rank: wait for the start, do what a first training step does to the kernels, report."""
     node, local_rank = divmod(rank, PER_NODE)
-    local = Path(options.work) / f"node{node}"
     os.environ |= {"LOCAL_RANK": str(local_rank), "RANK": str(rank), "TORCHELASTIC_RUN_ID": "measure_startup"}
+    local, shared = work / f"node{node}", work / "shared"
     tempfile.tempdir = str(local / "tmp")
-    counts = watch(options.shared)
-    os.write(options.ready, b".")
-    os.close(options.ready)
-    os.read(options.go, 1)
-    if options.mode.startswith("stock"):
+    counts = watch(str(shared))
+    os.write(ready, b".")
+    os.close(ready)
+    os.read(wait, 1)
+    if mode.startswith("stock"):
         _steps()
     else:
-        _safe_steps(options.mode, local, Path(options.shared) / "gdn_bundle.fsb", rank)
-    os.write(options.done, (json.dumps(counts) + "\n").encode())
+        _safe_steps(mode, local, shared / "gdn_bundle.fsb", rank)
+    return {"mode": mode, "pid": os.getpid(), "counts": counts}
 
 
 def _safe_steps(mode: str, local: Path, bundle: Path, rank: int) -> None:
@@ -225,54 +249,55 @@ def _safe_steps(mode: str, local: Path, bundle: Path, rank: int) -> None:
 
 
 def _steps() -> None:
+    import torch
+
     from fake_triton.fla import Layer, packed_offsets
 
     layer = Layer()
     for total in (1000, 1003, 1):
-        layer.step(total, packed_offsets(total, 5))
+        if os.environ.get(_ONE_KERNEL):
+            layer.conv(torch.empty(1, total, layer.channels, **layer.make), layer.weight, activation="silu")
+        else:
+            layer.step(total, packed_offsets(total, 5))
 
 
 # -- the job --------------------------------------------------------------------------------------------------------
 
 
-def measure(mode: str, ranks: int, work: Path, method: str) -> Result:
-    """Run one mode with so many ranks; `work` keeps the shared storage between modes of one number of ranks.
+def measure(modes: Sequence[str], ranks: int, work: Path, method: str) -> list[Result]:
+    """Run modes one after the other on one shared storage, with so many ranks each.
+
+    Args:
+        work: an empty directory.
+        method: `strace` or `audit`.
 
     Raises:
         RuntimeError: a rank failed.
     """
     shared, trace = work / "shared", work / "trace"
-    (shared / "home").mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(trace, ignore_errors=True)
+    (shared / "home").mkdir(parents=True)
     trace.mkdir()
-    places = {str(shared): "shared"}
-    for node in range(-(-ranks // PER_NODE)):
-        local = work / f"node{node}"
-        shutil.rmtree(local, ignore_errors=True)
-        (local / "tmp").mkdir(parents=True)
-        local.chmod(0o700)
-        places[str(local)] = "local"
-    ready, go, done = os.pipe(), os.pipe(), os.pipe()
-    arguments = {"mode": mode, "shared": shared, "work": work, "of-ranks": ranks}
-    arguments |= {"ready": ready[1], "go": go[0], "done": done[1]}
-    command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in arguments.items())]
+    command = [sys.executable, __file__, "--as-ranks", str(ranks), str(work), *modes]
     if method == "strace":
         command = [*_strace(trace / "pid"), *command]
-    ends = (ready[1], go[0], done[1])
-    process = subprocess.Popen(command, pass_fds=ends, env=_environment(shared), cwd=work)
-    for end in ends:
-        os.close(end)
-    with os.fdopen(ready[0], "rb") as arrived, os.fdopen(done[0]) as reports:
-        here = arrived.read(ranks)  # ends early when a rank dies
-        os.write(go[1], b"." * len(here))
-        counts = [Counter(json.loads(line)) for line in reports]
-    os.close(go[1])
-    if process.wait() or len(counts) != ranks:
-        raise RuntimeError(f"{mode} with {ranks} ranks: {len(counts)} of them finished")
-    result = Result(mode, ranks, -(-ranks // PER_NODE), method, audit=dict(sum(counts, Counter())))
-    if method == "strace":
-        _read_traces(trace, places, result)
-    return result
+    done = subprocess.run(command, env=_environment(shared), cwd=work, capture_output=True, text=True, check=False)
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = []
+    for mode in modes:
+        mine = [report for report in reports if report["mode"] == mode]
+        if len(mine) != ranks:
+            raise RuntimeError(f"{mode} with {ranks} ranks: {len(mine)} of them finished\n{done.stderr[-4000:]}")
+        audit = dict(sum((Counter(report["counts"]) for report in mine), Counter()))
+        result = Result(mode, ranks, len(_nodes(ranks, work)), method, audit=audit)
+        if method == "strace":
+            _read_traces([trace / f"pid.{report['pid']}" for report in mine], _places(ranks, work), result)
+            result.imports = _imports(trace)
+        results.append(result)
+    return results
+
+
+def _places(ranks: int, work: Path) -> dict[str, str]:
+    return {str(work / "shared"): "shared"} | {str(node): "local" for node in _nodes(ranks, work)}
 
 
 def _strace(log: Path) -> list[str]:
@@ -291,19 +316,20 @@ def _environment(shared: Path) -> dict[str, str]:
     }
 
 
-def _read_traces(trace: Path, places: dict[str, str], result: Result) -> None:
+def _read_traces(logs: Sequence[Path], places: dict[str, str], result: Result) -> None:
     totals: dict[str, Counter[str]] = {"shared": Counter(), "local": Counter()}
-    for log in trace.iterdir():
+    for log in logs:
         with open(log, errors="replace") as lines:
-            counts = parse(lines, places)
-        for place, seen in counts.items():
-            totals[place] += seen
-    first = min(trace.iterdir(), key=lambda log: int(log.suffix[1:]))
-    with open(first, errors="replace") as lines:
-        imports = itertools.takewhile(lambda line: _END_OF_IMPORTS not in line, lines)
-        result.imports = dict(parse(imports, {"/": "all"})["all"])
+            for place, seen in parse(lines, places).items():
+                totals[place] += seen
     result.shared = {name: totals["shared"][name] for name in COUNTS}
     result.local = {name: totals["local"][name] for name in COUNTS}
+
+
+def _imports(trace: Path) -> dict[str, int]:
+    first = min(trace.iterdir(), key=lambda log: int(log.suffix[1:]))
+    with open(first, errors="replace") as lines:
+        return dict(parse(itertools.takewhile(lambda line: _END_OF_IMPORTS not in line, lines), {"/": "all"})["all"])
 
 
 # -- output ---------------------------------------------------------------------------------------------------------
@@ -359,9 +385,7 @@ def main() -> int:
     for ranks in options.ranks:
         work = Path(tempfile.mkdtemp(prefix="measure_startup_", dir=options.work))
         try:
-            for mode in options.modes:
-                results.append(measure(mode, ranks, work, method))
-                print(f"{mode}, {ranks} ranks: {results[-1].shared or results[-1].audit}", file=sys.stderr, flush=True)
+            results += measure(options.modes, ranks, work, method)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     print(table(results))
@@ -372,17 +396,8 @@ def main() -> int:
     return 0
 
 
-def _ranks_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    for name in ("of-ranks", "ready", "go", "done"):
-        parser.add_argument(f"--{name}", type=int)
-    for name in ("mode", "shared", "work"):
-        parser.add_argument(f"--{name}")
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    if any(argument.startswith("--of-ranks=") for argument in sys.argv):
-        ranks_main(_ranks_options())
+    if sys.argv[1:2] == ["--as-ranks"]:
+        ranks_main(sys.argv[4:], int(sys.argv[2]), Path(sys.argv[3]))
     else:
         raise SystemExit(main())
