@@ -19,13 +19,17 @@ OFFSETS = (0, 3, 3, 70, 75)
 
 
 class Linear(torch.nn.Module):
-    """Returns a bias beside its result, as Megatron's does."""
+    """Returns a bias beside its result, and may normalise first, as Megatron's do."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, weight: torch.nn.Parameter, norm: bool = False) -> None:
         super().__init__()
         self.weight = weight
+        self.norm = norm
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if self.norm:
+            x = x.view_as(x)  # its gradient is added up here, as in a fused norm, before that of the residual is
+            x = torch.nn.functional.rms_norm(x, x.shape[-1:])
         return x @ self.weight.T, None
 
 
@@ -41,7 +45,7 @@ class GatedDeltaNet(SafeForward, torch.nn.Module):
             return torch.nn.Parameter((torch.randn(shape, generator=draw) * 0.5).to(dtype))
 
         self.layer_number = number
-        self.in_proj = Linear(normal(layout.proj_dim, HIDDEN))
+        self.in_proj = Linear(normal(layout.proj_dim, HIDDEN), norm=True)
         self.out_proj = Linear(normal(HIDDEN, layout.value_width))
         self.conv1d = torch.nn.Module()
         self.conv1d.weight, self.conv1d.bias = normal(layout.conv_dim, 1, 4), None

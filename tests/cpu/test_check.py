@@ -113,7 +113,7 @@ PLANTS: dict[str, tuple[Callable[[Any], None], tuple[Any, ...]]] = {
     ),
     "norm overflows": (
         lambda layer: put(layer.out_norm.weight, slice(None), 3e38),
-        ("gated norm", "output", "mixer output", 0, None, 0, "what went into it is finite"),
+        ("gated norm", "output", "mixer output", 0, None, 1, "what went into it is finite"),
     ),
 }
 
@@ -165,7 +165,7 @@ def test_a_batch_names_its_row_and_part(layout: str, watch: Watch) -> None:
     watch_layers([model], watch)
     layer = model.layers[0].self_attention
     column = layer._mixer_layout.proj_sections["z"].start + 5  # z of value head 1, in both layouts
-    put(layer.in_proj.weight, (column, 0), 1e38)
+    put(layer.in_proj.weight, (column, 0), 2e38)
     x = torch.zeros(4, 3, HIDDEN)
     x[2, 1, 0] = 100.0
     found = found_in(model, x, None)

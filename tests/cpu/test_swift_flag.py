@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,22 +27,73 @@ def run(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_every_megatron_command_knows_the_flag() -> None:
-    out = run("""
-        import dataclasses
-        import swift.megatron.arguments as arguments
-        from transformers import HfArgumentParser
-        from swift.utils.utils import _patch_get_type_hints
-        for name in ("Sft", "Pretrain", "RLHF", "Export"):
-            cls = getattr(arguments, f"Megatron{name}Arguments")
-            with _patch_get_type_hints():
-                parser = HfArgumentParser([cls])
-            action = next(a for a in parser._actions if a.dest == "gdn_impl")
-            assert tuple(action.choices) == ("default", "fla_safe", "torch") and action.default == "default", action
-            assert "--gdn_impl {default,fla_safe,torch}" in parser.format_help()
-        print("known")
-    """)
-    assert out.splitlines()[-1] == "known"
+COMMANDS = """
+import swift.megatron.arguments as arguments
+from transformers import HfArgumentParser
+from swift.utils.utils import _patch_get_type_hints
+for name in ("Sft", "Pretrain", "RLHF", "Export"):
+    cls = getattr(arguments, f"Megatron{name}Arguments")
+    with _patch_get_type_hints():
+        parser = HfArgumentParser([cls])
+    actions = {action.dest: action for action in parser._actions}
+    action = actions["gdn_impl"]
+    assert tuple(action.choices) == ("default", "fla_safe", "torch") and action.default == "default", action
+    assert "--gdn_impl {default,fla_safe,torch}" in parser.format_help()
+    assert tuple(actions["gdn_check"].choices) == ("off", "first", "every") and actions["gdn_check"].default == "off"
+print("known")
+"""
+
+CHECK = """
+import contextlib, types
+from unittest import mock
+from fla_safe.gdn.mixer import mixer
+from fla_safe.megatron import bridge
+from fla_safe.settings import SettingsError
+from fla_safe.swift import callback, checking, freeze, model
+from checked_layers import Model
+
+meta = types.SimpleNamespace(model_type="qwen3_5")
+nothing = lambda *args: None
+mock.patch.multiple(bridge, safe_layers=lambda *args: contextlib.nullcontext(meta), verify_model=nothing).start()
+mock.patch.multiple(freeze, freeze_kernels=nothing).start()
+mock.patch("fla_safe.megatron.packing.prepare_before_forward", nothing).start()
+
+def built(check, impl="fla_safe"):
+    args = types.SimpleNamespace(gdn_impl=impl, gdn_check=check, megatron_model_meta=meta, callbacks=[])
+    made = model._wrap(lambda args, config: [Model(2)])(args, None)
+    return args, made[0].layers[1].self_attention
+
+untouched = lambda layer: layer.run_mixer is mixer and not {"forward", "run_mixer"} & set(vars(layer))
+assert untouched(built("off")[1]) and not checking.watches()
+try:
+    built("every", "default")
+except SettingsError as error:
+    print(error)
+args, layer = built("first")
+assert not untouched(layer) and args.callbacks == ["fla_safe"]
+trainer = types.SimpleNamespace(args=args, state=types.SimpleNamespace(iteration=4))
+steps = callback.GdnCallback(trainer)
+steps.on_step_begin()
+assert checking.watches()[0].step == 5 and not untouched(layer)
+steps.on_step_end()
+assert untouched(layer)
+print("followed")
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    """What both scripts print; in one process, because importing ms-swift takes long."""
+    return run(COMMANDS + CHECK, PYTHONPATH=str(Path(__file__).parent)).splitlines()
+
+
+def test_every_megatron_command_knows_the_flags(said: list[str]) -> None:
+    assert "known" in said
+
+
+def test_the_check_is_put_on_built_models_and_follows_the_steps(said: list[str]) -> None:
+    assert said[-1] == "followed"
+    assert any("--gdn_check every with ms-swift's own GDN layers" in line for line in said)
 
 
 SETUP = """
