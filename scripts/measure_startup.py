@@ -43,7 +43,8 @@ COUNTS = ("opens", "stats", "changes", "listings", "read_bytes", "written_bytes"
 _END_OF_IMPORTS = "/measure_startup/end/of/imports"
 # Set by the tests: run the forward convolution alone, one kernel of eighteen.
 _ONE_KERNEL = "MEASURE_STARTUP_ONE_KERNEL"
-_TRACED = "%file,read,pread64,write,pwrite64,getdents64"
+_TRACED = "%file,read,pread64,write,pwrite64,getdents64,clone,?clone3,?fork,?vfork"
+_BIRTH = re.compile(r"(?:clone3?|v?fork)\(.*\)\s+= (\d+)")
 _CALL = re.compile(r"(\w+)\((.*)\)\s+= (-?\d+)")
 _OPENS = {"open", "openat", "openat2", "creat"}
 _CHANGES = {"mkdir", "mkdirat", "rename", "renameat", "renameat2", "unlink", "unlinkat", "rmdir", "link", "linkat"}
@@ -290,7 +291,7 @@ def measure(modes: Sequence[str], ranks: int, work: Path, method: str) -> list[R
         audit = dict(sum((Counter(report["counts"]) for report in mine), Counter()))
         result = Result(mode, ranks, len(_nodes(ranks, work)), method, audit=audit)
         if method == "strace":
-            _read_traces([trace / f"pid.{report['pid']}" for report in mine], _places(ranks, work), result)
+            _read_traces(trace, [report["pid"] for report in mine], _places(ranks, work), result)
             result.imports = _imports(trace)
         results.append(result)
     return results
@@ -316,12 +317,15 @@ def _environment(shared: Path) -> dict[str, str]:
     }
 
 
-def _read_traces(logs: Sequence[Path], places: dict[str, str], result: Result) -> None:
+def _read_traces(trace: Path, ranks: Sequence[int], places: dict[str, str], result: Result) -> None:
+    """Count what the ranks did, and all threads and processes that they started: each has a trace of its own."""
     totals: dict[str, Counter[str]] = {"shared": Counter(), "local": Counter()}
-    for log in logs:
-        with open(log, errors="replace") as lines:
-            for place, seen in parse(lines, places).items():
-                totals[place] += seen
+    waiting = list(ranks)
+    while waiting:
+        lines = (trace / f"pid.{waiting.pop()}").read_text(errors="replace").splitlines()
+        waiting += [int(birth[1]) for line in lines if (birth := _BIRTH.match(line))]
+        for place, seen in parse(lines, places).items():
+            totals[place] += seen
     result.shared = {name: totals["shared"][name] for name in COUNTS}
     result.local = {name: totals["local"][name] for name in COUNTS}
 

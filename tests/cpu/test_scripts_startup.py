@@ -40,6 +40,21 @@ def test_lines_of_strace_are_counted_by_place() -> None:
     assert found["local"] == {"written_bytes": 30, "changes": 1, "listings": 1}
 
 
+def test_threads_and_children_of_a_rank_are_counted_with_it(tmp_path: Path) -> None:
+    opened = 'openat(AT_FDCWD</w>, "/w/shared/a", O_RDONLY) = 5</w/shared/a>\n'
+    traces = {
+        "pid.7": opened + "clone3({flags=CLONE_VM|CLONE_THREAD, ...} => {parent_tid=[9]}, 88) = 9\n",
+        "pid.8": opened,  # another rank's
+        "pid.9": opened + "vfork() = 10\n",
+        "pid.10": opened + "+++ exited with 0 +++\n",
+    }
+    for name, text in traces.items():
+        (tmp_path / name).write_text(text)
+    result = measure_startup.Result("stock", 1, 1, "strace")
+    measure_startup._read_traces(tmp_path, [7], PLACES, result)
+    assert result.shared["opens"] == 3
+
+
 def strace_works(folder: Path) -> bool:
     strace = shutil.which("strace")
     command = [str(strace), "--seccomp-bpf", "-f", "-o", str(folder / "probe"), "true"]
