@@ -14,7 +14,6 @@ import torch
 pytest.importorskip("megatron.core", reason="the megatron floor needs megatron-core")
 
 from checked_layers import HIDDEN, OFFSETS, Model
-
 from fla_safe.diagnosis import watch as watching
 from fla_safe.diagnosis.finding import Finding, NonFiniteError
 from fla_safe.diagnosis.watch import Watch
@@ -71,6 +70,15 @@ def broken_kernel(layer: Any, where: str) -> None:
     layer._backend = replace(backend, gated_delta_rule=rule)
 
 
+def gate_at_zero(layer: Any) -> None:
+    """The gate's gradient overflows where the gate, and so the gradient of what it gates, is zero."""
+    z = layer._mixer_layout.proj_sections["z"]
+    for group in range(layer._mixer_layout.key_heads):
+        put(layer.in_proj.weight, slice(z.start + group * z.group_stride, z.start + group * z.group_stride + 10), 0.0)
+    put(layer.out_norm.weight, slice(None), 1e38)
+    put(layer.out_proj.weight, slice(None), 20.0)
+
+
 def put(parameter: torch.Tensor, index: Any, value: float = NAN) -> None:
     with torch.no_grad():
         parameter[index] = value
@@ -110,6 +118,10 @@ PLANTS: dict[str, tuple[Callable[[Any], None], tuple[Any, ...]]] = {
     "kernel's gradient": (
         lambda layer: broken_kernel(layer, "gradient"),
         ("chunk kernel", "output", "gradient of k", 2, "k", 0, "what went into it is finite"),
+    ),
+    "gate's gradient": (
+        gate_at_zero,
+        ("gated norm", "output", "gradient of z in the projection", 0, "z", 0, "what went into it is finite"),
     ),
     "norm overflows": (
         lambda layer: put(layer.out_norm.weight, slice(None), 3e38),

@@ -84,7 +84,7 @@ print("followed")
 @pytest.fixture(scope="module")
 def said() -> list[str]:
     """What both scripts print; in one process, because importing ms-swift takes long."""
-    return run(COMMANDS + CHECK, PYTHONPATH=str(Path(__file__).parent)).splitlines()
+    return run(COMMANDS + CHECK, PYTHONPATH=str(Path(__file__).parents[1])).splitlines()
 
 
 def test_every_megatron_command_knows_the_flags(said: list[str]) -> None:

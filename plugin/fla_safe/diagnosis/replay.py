@@ -26,7 +26,9 @@ __all__ = ["ORACLE_BYTES", "Replay", "Row", "replay"]
 
 ORACLE_BYTES: Final = 2**28
 """States that the row-by-row oracle may keep; about eight times as much is allocated for its gradients."""
-_CONDITION: Final = 4.0
+_LARGEST: Final = 3.0
+"""The largest error of a value, against the errors of whole tensors that `TOLERANCES` allows."""
+_CONDITION: Final = 8.0
 """A badly conditioned result may err this much more than plain torch does in the same dtype."""
 
 _PARTS: Final = frozenset(f"gradient of {name}" for name in ("q", "k", "v", "g", "beta"))
@@ -263,7 +265,7 @@ def _computed(
     scale = exact[known].abs().max().clamp(min=torch.finfo(torch.float32).tiny) if known.any() else exact.new_ones(())
     differences = _differences(x, exact, known) / scale
     error = float(differences.max()) if differences.numel() else 0.0
-    limit = TOLERANCES[record.proj.dtype]
+    limit = _LARGEST * TOLERANCES[record.proj.dtype]
     if usual is not None:
         usual = cut(usual)
         best = _differences(usual, exact, known & torch.isfinite(usual)) / scale

@@ -14,6 +14,8 @@ __all__ = ["HIDDEN", "LAYOUTS", "OFFSETS", "Model"]
 
 HIDDEN = 12
 LAYOUTS = {kind: ProjectionLayout(kind, 2, 4, 3, 5) for kind in ("interleaved", "sectioned")}  # type: ignore[arg-type]
+LAYOUTS["wide"] = ProjectionLayout("interleaved", 1, 2, 128, 128)
+"""Small ones, and one for the kernels of a GPU."""
 OFFSETS = (0, 3, 3, 70, 75)
 """Four segments, the second one empty; rows beyond are a tail."""
 
