@@ -79,6 +79,18 @@ def gate_at_zero(layer: Any) -> None:
     put(layer.out_proj.weight, slice(None), 20.0)
 
 
+def broken_projection(layer: Any) -> None:
+    """An input projection that spoils one value of its input's gradient."""
+
+    def spoil(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        x = args[0].view_as(args[0])
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad.index_put(tuple(torch.tensor([[72], [0], [4]])), torch.tensor(NAN)))
+        return (x,)
+
+    layer.in_proj.register_forward_pre_hook(spoil)
+
+
 def put(parameter: torch.Tensor, index: Any, value: float = NAN) -> None:
     with torch.no_grad():
         parameter[index] = value
@@ -122,6 +134,10 @@ PLANTS: dict[str, tuple[Callable[[Any], None], tuple[Any, ...]]] = {
     "gate's gradient": (
         gate_at_zero,
         ("gated norm", "output", "gradient of z in the projection", 0, "z", 0, "what went into it is finite"),
+    ),
+    "input projection's gradient": (
+        broken_projection,
+        ("input projection", "output", "gradient of hidden_states", 3, None, None, "its weights are finite"),
     ),
     "norm overflows": (
         lambda layer: put(layer.out_norm.weight, slice(None), 3e38),
