@@ -16,9 +16,11 @@ REPOSITORY = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 sys.path.insert(1, str(REPOSITORY / "tests" / "cpu"))
 
-import matrix_report
-import tilelang_states
-from fla_versions import fla_directory
+import matrix_report  # noqa: E402
+import tilelang_states  # noqa: E402
+from fla_versions import fla_directory  # noqa: E402
+
+from fla_safe.trace import strace  # noqa: E402
 
 __all__ = ["Cell", "main"]
 
@@ -140,7 +142,7 @@ def _run(cell: Cell, options: argparse.Namespace, out: Path, data: Path, fla: Pa
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     status, error = _traced(cell, options, folder, data, environment, options.steps)
     exact = None
-    if status == "trained" and options.exact_steps and matrix_report.strace_works():
+    if status == "trained" and options.exact_steps and strace.command(out) is not None:
         again = folder.with_name(folder.name + "-strace")
         if _traced(cell, options, again, data, environment, options.exact_steps, "--strace")[0] == "trained":
             exact = again

@@ -1,9 +1,6 @@
 """Puts the cells of the matrix side by side: report.json, report.md, plots, and the cause in words."""
 
 import json
-import os
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +9,9 @@ from fla_safe.trace.merge import TraceError, read_run
 from fla_safe.trace.report import write_report
 from fla_safe.trace.words import touches
 
-__all__ = ["read_cell", "strace_works", "write"]
+__all__ = ["read_cell", "write"]
 
 PROBING = "FLA backend probing"
-
-
-def strace_works() -> bool:
-    """Whether strace is installed and may trace here."""
-    found = shutil.which("strace")
-    return (
-        found is not None
-        and not subprocess.run([found, "-o", os.devnull, "true"], capture_output=True, check=False).returncode
-    )
 
 
 def read_cell(cell: Any, folder: Path, exact: Path | None, status: str, error: str) -> dict[str, Any]:
@@ -143,8 +131,8 @@ def _markdown(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"`{report['command']}`, {report['date']}, {report['device']}, {report['cores']} cores (load at the end "
-        f"{report['load']}), Python {report['python']}, {versions}. {report['steps']} steps, {report['ranks']} rank(s), "
-        f"{report['workload']}; half-installed TileLang: {report['half_installed']}, "
+        f"{report['load']}), Python {report['python']}, {versions}. {report['steps']} steps, {report['ranks']} rank(s)"
+        f", {report['workload']}; half-installed TileLang: {report['half_installed']}, "
         f"{'with' if report['bytecode'] else 'without'} .pyc files.",
         "",
         "## Steady half, a rank and step",
@@ -206,11 +194,13 @@ def _places(report: dict[str, Any]) -> list[str]:
     if not cells:
         return []
     worst = max(cells, key=lambda c: c["abnormal"])
-    merged: dict[tuple[str, str], list[Any]] = {}
-    for site in worst["sites"]:  # the most frequent first, so the stack that is kept is the most frequent
-        merged.setdefault((site["operation"], site["path"]), [0, site["stack"]])[0] += site["count"]
+    order = ("opens", "searches", "listings", "changes", "programs", "stats")
+    merged: dict[tuple[str, str], int] = {}
+    for site in worst["sites"]:
+        key = (site["operation"], site["path"])
+        merged[key] = merged.get(key, 0) + site["count"]
     lines = [f"## Where from: FLA {worst['fla']}, TileLang {_STATE[worst['tilelang']]}, {worst['stack']}", ""]
-    lines += ["| count | what | path | from, most often |", "|---|---|---|---|"]
-    for (operation, path), (count, stack) in sorted(merged.items(), key=lambda item: -item[1][0])[:16]:
-        lines.append(f"| {count} | {operation} | `{path}` | {stack} |")
+    lines += [f"Most often from `{worst['sites'][0]['stack']}`.", "", "| count | what | path |", "|---|---|---|"]
+    for operation, path in sorted(merged, key=lambda key: (order.index(key[0]), -merged[key]))[:20]:
+        lines.append(f"| {merged[operation, path]} | {operation} | `{path}` |")
     return [*lines, ""]

@@ -1,7 +1,6 @@
 """`fla-safe trace` and `fla-safe report`."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,15 +43,10 @@ def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] =
     if exact:
         from fla_safe.trace import strace
 
-        found = shutil.which("strace")
-        if (
-            found is None
-            or subprocess.run([found, "-o", os.devnull, "true"], check=False, capture_output=True).returncode
-        ):
-            raise TraceError(
-                "strace is not installed, or may not trace here", "strace", "install it, or leave --strace out"
-            )
-        prefix = strace.command(found, folder)
+        found = strace.command(folder)
+        if found is None:
+            raise TraceError("strace is not installed, or may not trace here", "strace", "install it, or drop --strace")
+        prefix = found
     environment = {**os.environ, "FLA_SAFE_TRACE": str(folder.resolve()), "FLA_SAFE_TRACE_KERNELS": ",".join(kernels)}
     try:
         child = subprocess.Popen([*prefix, *command], env=environment)

@@ -208,7 +208,8 @@ class Recorder:
 
     def step(self) -> None:
         """One more training step is over; the interval ends with it."""
-        self._marked = True
+        if not self._marked:  # steps that an optimizer announced before are not counted twice
+            self._marked, self.steps = True, 0
         self.steps += 1
         self._interval()
 

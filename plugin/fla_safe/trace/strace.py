@@ -1,6 +1,9 @@
 """Exact counts from `strace -ff -ttt -y`: every system call of every process, also those that Python cannot see."""
 
+import os
 import re
+import shutil
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,10 +28,17 @@ _PATH = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _DESCRIPTOR = re.compile(r"\d+<(/[^>]*)>")
 
 
-def command(strace: str, folder: Path) -> list[str]:
-    """What to put before a command."""
-    calls = "trace=%file,read,pread64,readv,getdents64"
-    return [strace, "-f", "-ff", "-qq", "-y", "-ttt", "-s", "0", "-e", calls, "-o", str(folder / PREFIX)]
+def command(folder: Path) -> list[str] | None:
+    """What to put before a command; None where strace is not installed or may not trace."""
+    strace = shutil.which("strace")
+    if strace is None:
+        return None
+    # Only the calls that are asked for stop the process, where strace (5.3) and the kernel can do that.
+    for head in ([strace, "-f", "--seccomp-bpf"], [strace, "-f"]):
+        if not subprocess.run([*head, "-o", os.devnull, "true"], capture_output=True, check=False).returncode:
+            calls = "trace=%file,read,pread64,readv,getdents64"
+            return [*head, "-ff", "-qq", "-y", "-ttt", "-s", "0", "-e", calls, "-o", str(folder / PREFIX)]
+    return None
 
 
 def counts(folder: Path, window: tuple[float, float], known: Mapping[str, str]) -> tuple[Table, Table] | None:
