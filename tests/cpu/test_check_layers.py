@@ -154,7 +154,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         + [str(tmp_path_factory.mktemp("found"))],
         env=os.environ
         | {"FLA_SAFE_CPU": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])},
+        | {"PYTHONPATH": os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")])},
         text=True,
         capture_output=True,
         check=False,
