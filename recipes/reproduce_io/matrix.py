@@ -99,7 +99,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="JSONL of scripts/make_multimodal_data.py (default: made)")
     parser.add_argument("--no-bytecode", action="store_true", help="TileLang without .pyc, as in a read-only image")
     parser.add_argument("--half-installed", type=Path, metavar="DIR", help="a real TileLang that does not import")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="variables of all cells, to see what they change"
+    )
     options = parser.parse_args(arguments)
+    if wrong := [text for text in options.set if "=" not in text]:
+        parser.error(f"--set {wrong[0]}: expected NAME=VALUE")
     options.gpu = _gpu()
     options.steps = options.steps or (350 if options.gpu else 60)
     options.tokens = options.tokens or (14000 if options.gpu else 2048)
@@ -140,6 +145,7 @@ def _run(cell: Cell, options: argparse.Namespace, out: Path, data: Path, fla: Pa
         environment["FLA_TILELANG"] = "0"  # the stand-in has no kernels; availability is asked all the same
     if shutil.which("fla-safe") is None:
         environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment |= dict(text.split("=", 1) for text in options.set)
     status, error = _traced(cell, options, folder, data, environment, options.steps)
     exact = None
     if status == "trained" and options.exact_steps and strace.command(out) is not None:
@@ -200,6 +206,7 @@ def _facts(options: argparse.Namespace, arguments: list[str] | None) -> dict[str
         "ranks": options.ranks,
         "workload": f"{options.layers} layers, {options.micro_batches} micro-batches, rows of {options.tokens} tokens, "
         f"{options.heads[0]} key and {options.heads[1]} value heads",
+        "set": options.set,
         "bytecode": not options.no_bytecode,
         "half_installed": json.loads(json.dumps(options.half_installed, default=str)) or "stand-in",
     }

@@ -59,7 +59,7 @@ def _operations(cells: list[dict[str, Any]]) -> Any:
             axes.scatter(*zip(*dots, strict=True), color=COLOURS[cause], label=cause, s=36)
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(left=0)
-    axes.legend(fontsize=8, loc="best")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
 
 
@@ -94,7 +94,10 @@ def _over_time(cells: list[dict[str, Any]]) -> Any:
         axes.set(title=_label(cell), xlabel="step", yscale="symlog")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
-        axes.legend(fontsize=8)
+    shown: dict[str, Any] = {}
+    for axes in all_axes[0]:
+        shown |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    all_axes[0][-1].legend(shown.values(), shown, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     all_axes[0][0].set_ylabel("operations in the step")
     return figure
 

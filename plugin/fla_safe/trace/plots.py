@@ -33,7 +33,7 @@ def draw(run: Run) -> list[str]:
 
 
 def _bins(run: Run, start: float) -> float:
-    """Width of a bin in seconds: about 100 bins, at least one interval each."""
+    """Width of a bin in seconds: about 100 bins."""
     end = max((i["t1"] for p in run.processes for i in p.intervals), default=start + 1)
     return max((end - start) / 100, 0.25)
 
@@ -43,10 +43,12 @@ def _operations(run: Run, start: float) -> Any:
     rates: dict[str, dict[int, float]] = {}
     for process in run.processes:
         for interval in process.intervals:
-            at = int((interval["t1"] - start) / width)
+            first, last = (int((interval[t] - start) / width) for t in ("t0", "t1"))
             for cause, operations in interval["ops"].items():
                 bins = rates.setdefault(cause, {})
-                bins[at] = bins.get(at, 0) + touches(operations) / width
+                each = touches(operations) / width / (last - first + 1)  # an interval may be longer than a bin
+                for at in range(first, last + 1):
+                    bins[at] = bins.get(at, 0) + each
     if not rates:
         return None
     last = max(max(bins) for bins in rates.values())
@@ -61,7 +63,7 @@ def _operations(run: Run, start: float) -> Any:
         xlabel="seconds", ylabel="operations a second", title="File operations by cause, all processes", yscale="symlog"
     )
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, ncols=2)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
 
 

@@ -44,7 +44,7 @@ _EVENTS = {
     "os.exec": "programs",
     "os.fork": "programs",
 }
-_KEPT, _WALKED = 12, 160
+_KEPT, _AFTER_A_PROBE, _WALKED = 8, 5, 160
 _STATS = ("stat", "lstat", "access", "readlink")
 _real_stat = os.stat
 
@@ -309,6 +309,7 @@ def _stack() -> tuple[tuple[Frame, ...], bool]:
     frame = sys._getframe(2)
     frames: list[Frame] = []
     importing = False
+    left = 0
     for _ in range(_WALKED):
         if frame is None:
             break
@@ -317,9 +318,17 @@ def _stack() -> tuple[tuple[Frame, ...], bool]:
         if filename[:10] == "<frozen im":
             importing = True
         elif filename != __file__ and filename[:7] != "<frozen":
-            if len(frames) < _KEPT or is_probe(filename, code.co_name):
+            if left:
                 frames.append((filename, frame.f_lineno, code.co_name))
-            elif not importing or len(frames) > _KEPT:
+                left -= 1
+                if not left:
+                    break
+            elif is_probe(filename, code.co_name):
+                frames.append((filename, frame.f_lineno, code.co_name))
+                left = _AFTER_A_PROBE
+            elif len(frames) < _KEPT:
+                frames.append((filename, frame.f_lineno, code.co_name))
+            elif not importing:
                 break
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(frames), importing
