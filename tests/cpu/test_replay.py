@@ -170,6 +170,12 @@ def change(**changes: Any) -> Callable[[Path], None]:
     return apply
 
 
+def whole_numbers(path: Path) -> None:
+    data = torch.load(path, weights_only=True)
+    data["parameters"]["A_log"] = torch.ones(4, dtype=torch.int64)
+    torch.save(data, path)
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:2000])
 
@@ -203,6 +209,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "",
     ),
     "width": (change(proj=torch.zeros(77, 1, 4)), "proj is torch.float32 [77, 1, 4]"),
+    "whole numbers": (whole_numbers, "A_log is torch.int64 [4]"),
     "integers": (change(proj=torch.zeros(77, 1, LAYOUT.proj_dim, dtype=torch.int32)), "torch.int32"),
     "options": (change(options={"norm_eps": "1"}), "options"),
     "no parameters": (change(parameters={}), "lacks a part"),
