@@ -113,7 +113,7 @@ class Documents:
     ) -> None:
         rules = torch.Generator().manual_seed(1)
         self._words = torch.randperm(vocabulary, generator=rules)[:words]
-        self._next = torch.randperm(words, generator=rules)
+        self._next = torch.randperm(len(self._words), generator=rules)
         self._bounds, self._noise = (shortest, longest), noise
         self._source = torch.Generator().manual_seed(seed)
 

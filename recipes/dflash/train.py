@@ -218,9 +218,9 @@ def _report(impl: Impl, job: Job, steps: int, seconds: float) -> dict[str, Any]:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dflash", description=__doc__)
     parser.add_argument("--impl", choices=("fla_safe", "stock"), default="fla_safe")
-    parser.add_argument("--pairs", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--every", type=int, default=50, help="steps between two lines of a pair")
+    parser.add_argument("--pairs", type=_count, default=2)
+    parser.add_argument("--steps", type=_count, default=500)
+    parser.add_argument("--every", type=_count, default=50, help="steps between two lines of a pair")
     parser.add_argument("--apart", type=float, default=0.5, help="seconds between the starts of two pairs")
     parser.add_argument("--guard", choices=("off", "warn", "strict"), default="strict")
     parser.add_argument("--memory", action="store_true", help="print peak memory against anchors instead of training")
@@ -229,8 +229,14 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="write losses, counters and the runtime's report as JSON")
     for size in fields(Sizes):
         if size.name != "dtype":
-            parser.add_argument(f"--{size.name}", type=float if size.name == "lr" else int)
+            parser.add_argument(f"--{size.name}", type=float if size.name == "lr" else _count)
     return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

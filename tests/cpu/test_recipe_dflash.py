@@ -355,6 +355,15 @@ def test_a_failing_pair_ends_the_command_with_one_line(
     assert last.startswith("dflash: fla_safe failed: PairFailedError: pair 1 failed with TypeError")
 
 
+@pytest.mark.parametrize("wrong", ["--pairs=0", "--steps=-1", "--block=x"])
+def test_numbers_that_are_none_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.main(["--cpu", wrong])
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
+    assert train.main(["--cpu", "--budget", "8"]) == 1
+    assert "BudgetError" in capsys.readouterr().err
+
+
 def test_stock_is_refused_without_a_gpu() -> None:
     with pytest.raises(StockNeedsGpuError, match="fake"):
         choose_kernel("stock", CPU, SMALL.target.gdn, torch.float32)
