@@ -26,6 +26,7 @@ import typer
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
+from fla_safe.errors import FlaSafeError
 from fla_safe.gdn import backends
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import composed_mixer, mixer
@@ -135,11 +136,10 @@ class Bench:
     def kernels(self) -> dict[str, Any]:
         """Name -> chunk kernel."""
         found = {"FLA": backends.resolve("fla", "cuda", layout=self.layout, dtype=self.proj.dtype)}
-        able, reason = backends.supports("flash_qla", "cuda", layout=self.layout, dtype=self.proj.dtype)
-        if able:
+        try:
             found["FlashQLA"] = backends.resolve("flash_qla", "cuda", layout=self.layout, dtype=self.proj.dtype)
-        else:
-            print(f"without FlashQLA: {reason}")
+        except FlaSafeError as error:
+            print(f"without FlashQLA: {error}")
         return found
 
     def step(self, way: Callable[[torch.Tensor], torch.Tensor], scope: str) -> Callable[[], object]:

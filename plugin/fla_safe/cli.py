@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fla_safe.diagnosis.command import replay
 from fla_safe.errors import FlaSafeError
+from fla_safe.preparation.command import warmup
 from fla_safe.trace.command import report, trace
 
 __all__ = ["app"]
@@ -24,6 +25,7 @@ app.add_typer(bundles, name="bundle")
 app.command()(replay)
 app.command()(trace)
 app.command()(report)
+app.command()(warmup)
 
 COLOURS = {"ok": "green", "warn": "yellow", "error": "bold red"}
 

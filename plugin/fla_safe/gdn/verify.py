@@ -4,7 +4,8 @@ The reference is the composed mixer around the torch kernel in float64 (itself t
 device of the kernels under test, so that a check takes milliseconds and not minutes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -117,7 +118,8 @@ class GoldenCheck:
         kernel = resolve("torch", self.device)
         exact = self._run(wide=True, kernel=kernel)
         tolerance = TOLERANCES[self.variant.dtype]
-        plain = self._run(kernel=kernel)
+        with _rounded_like_kernels():
+            plain = self._run(kernel=kernel)
         return exact, {n: max(tolerance, _CONDITION * _relative(plain[n], exact[n])) for n in exact}
 
     def _compare(self, ours: _Results, errors: dict[str, float], limits: dict[str, float]) -> None:
@@ -142,6 +144,17 @@ class GoldenCheck:
         grads = torch.autograd.grad(out, list(given.values()), self._grad.to(out.dtype))
         named = zip((f"gradient of {name}" for name in given), grads, strict=True)
         return {"output": out.detach(), **dict(named)}
+
+
+@contextmanager
+def _rounded_like_kernels() -> Iterator[None]:
+    """Float32 products of plain torch round their factors to TF32 on CUDA, as those of Triton's `dot` do."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _relative(ours: torch.Tensor, exact: torch.Tensor) -> float:

@@ -1,6 +1,8 @@
 """Brings ms-swift's job to the steady state: kernels warmed up and frozen before the optimizer takes its memory."""
 
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,9 @@ import torch
 from swift.utils import get_logger
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.megatron.warmup import SteadyState, Workload, reach_steady_state
+from fla_safe.gdn.steady_state import SteadyState
+from fla_safe.megatron.warmup import Workload, reach_steady_state
+from fla_safe.progress import progress_bar
 from fla_safe.settings import Settings
 
 __all__ = ["freeze_kernels", "steady_state"]
@@ -20,6 +24,10 @@ _steady: SteadyState | None = None
 def steady_state() -> SteadyState | None:
     """The job's frozen kernels; None before the freeze, on a CPU, and with the plain-torch layer."""
     return _steady
+
+
+def _log(text: str) -> None:
+    logger.info(f"fla-safe: {text}")
 
 
 def freeze_kernels(args: Any, models: Sequence[torch.nn.Module], settings: Settings) -> None:
@@ -44,7 +52,9 @@ def freeze_kernels(args: Any, models: Sequence[torch.nn.Module], settings: Setti
         dtype=models[0].config.params_dtype,  # type: ignore[union-attr, arg-type]
     )
     logger.info(f"fla-safe: warming up GDN kernels for rows of up to {workload.tokens} tokens")
-    _steady = reach_steady_state(models, settings, workload, lambda text: logger.info(f"fla-safe: {text}"))
+    shown = progress_bar(_log) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else nullcontext(_log)
+    with shown as say:
+        _steady = reach_steady_state(models, settings, workload, say)
     timings = _steady.runtime.report()["timings"]
     logger.info(f"fla-safe: kernels are frozen, table {_steady.table_hash[:12]}, {timings}")
     if _steady.learned and _steady.writes_bundle and getattr(args, "output_dir", None):

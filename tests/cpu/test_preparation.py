@@ -1,0 +1,100 @@
+"""`fla-safe warmup`: what it is asked to prepare, read from names and recipes; and what it refuses."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fla_safe.cli import app
+from fla_safe.preparation.models import MODELS, UnknownModelError, heads_of
+from fla_safe.preparation.recipe import Plan, read_recipe
+from fla_safe.progress import progress_bar
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+def test_names_and_heads_are_those_of_the_recipes() -> None:
+    import tomllib
+
+    table = tomllib.loads((RECIPES / "table.toml").read_text())["models"]
+    for name, counts in table.items():
+        assert (heads_of(name).key_heads, heads_of(name).value_heads) == (counts["key_heads"], counts["value_heads"])
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_named_model_can_be_sharded(name: str, ranks: int) -> None:
+    shard = heads_of(name).shard(ranks)
+    assert shard.key_heads * ranks == 16
+    assert shard.value_heads % shard.key_heads == 0
+
+
+def test_heads_that_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(UnknownModelError, match="over 3 ranks"):
+        heads_of("qwen3_5_27b").shard(3)
+
+
+def test_a_recipe_says_what_its_job_will_run() -> None:
+    """Two packs of 14000 tokens lie in one row."""
+    assert read_recipe(RECIPES / "qwen3_5_35b_a3b" / "full_2x8.sh") == Plan("qwen3_5_35b_a3b", 2, 28000, 1, True)
+
+
+def test_every_written_recipe_can_be_read() -> None:
+    scripts = list(RECIPES.glob("qwen*/*.sh"))
+    assert len(scripts) > 8
+    for script in scripts:
+        plan = read_recipe(script)
+        heads_of(plan.model).shard(plan.ranks)
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("megatron sft --micro_batch_size 1", "does not say --max_length"),
+        ('megatron sft --max_length "$LENGTH"', "says --max_length"),
+    ],
+    ids=["missing", "a variable"],
+)
+def test_a_script_without_plain_values_is_refused(tmp_path: Path, text: str, seen: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    with pytest.raises(UnknownModelError, match=seen):
+        read_recipe(script)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        ([], "no shape was named"),
+        (["--model", "gpt2"], "model 'gpt2'"),
+        (["--heads", "16,32"], "--heads 16,32"),
+        (["--model", "qwen3_5_9b", "--tp", "3"], "over 3 ranks"),
+        (["--model", "qwen3_5_9b", "--dtype", "int8"], "--dtype int8"),
+        (["--model", "qwen3_5_9b", "--kernel", "cudnn"], "--gdn_kernel 'cudnn'"),
+        (["--model", "qwen3_5_9b", "--start", "/no/such.fsb"], "/no/such.fsb"),
+        (["--recipe", "/no/such.sh"], "/no/such.sh"),
+    ],
+)
+def test_a_wrong_question_is_one_named_error_and_nothing_is_written(
+    tmp_path: Path, arguments: list[str], seen: str
+) -> None:
+    out = tmp_path / "out.fsb"
+    result = CliRunner().invoke(app, ["warmup", str(out), *arguments])
+    assert result.exit_code == 2
+    assert seen in result.output
+    assert "to do:" in result.output
+    assert not out.exists()
+
+
+def test_a_terminal_shows_the_kernel_and_a_file_gets_lines() -> None:
+    told: list[str] = []
+    with progress_bar(told.append, Console(file=io.StringIO())) as say:
+        say("tuned kernel_a")
+    assert told == ["tuned kernel_a"]
+    screen = io.StringIO()
+    with progress_bar(told.append, Console(file=screen, force_terminal=True, width=120)) as say:
+        say("checking kernel_b")
+    assert "checking kernel_b" in screen.getvalue()
+    assert len(told) == 1
