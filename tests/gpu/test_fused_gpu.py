@@ -1,6 +1,6 @@
 """The fused mixer on a GPU: near the float64 oracle, the same bits each time, no synchronisation, no recompilation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -60,7 +60,17 @@ def test_a_batch_without_packing_matches_the_oracle(rows: int) -> None:
     assert_close(*both(SHARD, rows, 2, device="cuda"))
 
 
-@pytest.mark.usefixtures("poisoned_memory")
+@pytest.fixture
+def tuned_in_threads() -> Iterator[None]:
+    """FLA's many configs compile all at once, not one by one."""
+    from fla_safe.runtime import RuntimeSettings, activate
+
+    runtime = activate(RuntimeSettings(guard="off", agree=False, guarded=("fla", "fla_safe")))
+    yield
+    runtime.deactivate()
+
+
+@pytest.mark.usefixtures("poisoned_memory", "tuned_in_threads")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-3), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("keep_inputs", [False, True], ids=["inputs-recomputed", "inputs-kept"])
 def test_around_flas_kernels(dtype: torch.dtype, tolerance: float, keep_inputs: bool) -> None:
@@ -85,6 +95,7 @@ def run_backward(
     return [out, *(leaf.grad for leaf in leaves.values())]
 
 
+@pytest.mark.usefixtures("tuned_in_threads")
 @pytest.mark.parametrize("keep_inputs", [False, True], ids=["inputs-recomputed", "inputs-kept"])
 def test_the_same_bits_every_time(keep_inputs: bool) -> None:
     segments = packed([900, 1, 600, 333])
@@ -94,6 +105,7 @@ def test_the_same_bits_every_time(keep_inputs: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.usefixtures("tuned_in_threads")
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
 def test_recomputation_gives_the_same_bits(reentrant: bool) -> None:
     segments = packed([900, 1, 600, 333])
@@ -106,6 +118,7 @@ def test_recomputation_gives_the_same_bits(reentrant: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+@pytest.mark.usefixtures("tuned_in_threads")
 def test_resolved_on_cuda_it_is_the_fused_one_and_never_waits_for_the_gpu() -> None:
     segments = packed([900, 600])
     mixer = resolve("fla", "cuda").mixer
