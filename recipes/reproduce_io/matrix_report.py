@@ -73,7 +73,7 @@ def write(out: Path, cells: list[dict[str, Any]], facts: dict[str, Any]) -> dict
     ours = [c for c in cells if c["stack"] == "fla_safe"]
     report: dict[str, Any] = {
         **facts,
-        "ours_is_clean": all(c["status"] == "trained" and not c["abnormal"] for c in ours),
+        "ours_is_clean": all(c["status"] == "trained" and not _dirty(c) for c in ours),
         "verdict": _verdict(cells),
         "cells": cells,
     }
@@ -86,6 +86,10 @@ def write(out: Path, cells: list[dict[str, Any]], facts: dict[str, Any]) -> dict
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (out / "report.md").write_text(_markdown(report))
     return report
+
+
+def _dirty(cell: dict[str, Any]) -> bool:
+    return bool(cell["abnormal"] or cell["tunes"][1] or cell["compiles"][1])
 
 
 def _verdict(cells: list[dict[str, Any]]) -> list[str]:
@@ -113,7 +117,7 @@ def _verdict(cells: list[dict[str, Any]]) -> list[str]:
     if tuned:
         cells_ = ", ".join(f"{c['fla']}/{c['tilelang']} {c['tunes'][1]}" for c in tuned)
         said.append(f"Stock still tuned in its steady half (rounds): {cells_}.")
-    dirty = [c for c in ours if c["status"] == "trained" and (c["abnormal"] or c["tunes"][1] or c["compiles"][1])]
+    dirty = [c for c in ours if c["status"] == "trained" and _dirty(c)]
     if dirty:
         said.append("fla_safe was NOT clean in: " + ", ".join(c["name"] for c in dirty) + ".")
     elif ours:
