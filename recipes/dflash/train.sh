@@ -2,7 +2,7 @@
 # What:      N pairs of devices in one process, a thread each: a frozen GDN target gives hidden states on a pair's first
 #            device, a block-diffusion drafter with flex_attention under torch.compile trains on them on its second.
 #            With stock FLA the threads share one autotuner's state and one of them dies; with fla_safe they train.
-# Hardware:  2 GPUs or more for each two pairs (pairs share them where there are fewer), 1 GPU (all devices are that one),
+# Hardware:  2 GPUs for each pair (pairs share them where there are fewer), 1 GPU (all devices are that one),
 #            or none (scaled down: plain-torch GDN, SDPA for each anchor because flex_attention has no backward on CPUs).
 # Expected:  500 steps of both pairs, the loss falls; the last line has late_tunes 0, late_compiles 0, file_ops 0, syncs 0.
 #            --impl stock ends with status 1 and `PairFailedError: ... 'NoneType' object is not a mapping`.

@@ -323,7 +323,7 @@ def test_the_first_failing_thread_stops_all_with_one_named_error() -> None:
         raise TypeError("'NoneType' object is not a mapping")
 
     with pytest.raises(workers.PairFailedError, match="pair 1 failed with TypeError: 'NoneType'") as error:
-        workers.run_together([trains(0), fails, trains(2)])
+        workers.run_together([trains(0), fails, trains(2)], patience=20)
     assert isinstance(error.value.__cause__, TypeError)
     assert not [t for t in threading.enumerate() if t.name.startswith("pair-")]
 
