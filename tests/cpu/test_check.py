@@ -216,6 +216,27 @@ def test_rows_beyond_the_last_offset_may_hold_anything(watch: Watch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_a_rank_that_holds_the_end_of_the_sequence(watch: Watch) -> None:
+    model, others = Model(1), draw(1)[:70]
+    layer = model.layers[0].self_attention
+    # As under sequence parallelism: the projections gather the other ranks' rows, and give back this rank's.
+    layer.in_proj.register_forward_pre_hook(lambda module, args: (torch.cat([others, args[0]]),))
+    layer.out_proj.register_forward_hook(lambda module, args, out: (out[0][70:], None))
+    watch_layers([model], watch)
+    x = draw()[70:]
+    x[OFFSETS[-1] - 70 :] = NAN
+    mine = x.clone().requires_grad_()
+    layer(mine, None, packed_seq_params=packed())[0].backward(torch.ones_like(x))
+    assert mine.grad is not None
+    assert mine.grad[OFFSETS[-1] - 70 :].isnan().all(), "which is no fault of the layer"
+    x[1, 0, 2] = NAN
+    with pytest.raises(NonFiniteError) as caught:
+        layer(x, None, packed_seq_params=packed())
+    found = caught.value.finding
+    assert found is not None
+    assert (found.stage, found.place.row, found.place.segment) == ("layer input", 1, None)
+
+
 @pytest.mark.parametrize("recompute", ["none", "reentrant", "other"], ids=lambda kind: f"recompute-{kind}")
 def test_the_check_changes_no_bit(recompute: str, watch: Watch) -> None:
     results = []

@@ -81,6 +81,14 @@ def test_a_sound_call_is_finite_and_right(
     assert {"hidden_states", "projection", *parameters, "gradient of mixer output"} <= errors.keys()
 
 
+def test_the_oracle_is_what_results_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = replaying.oracle.mixer
+    monkeypatch.setattr(replaying.oracle, "mixer", lambda *args, **kwargs: 2 * right(*args, **kwargs))
+    bad = {row.name for row in replay(call(), "cpu").rows if not row.good}
+    assert bad >= {"mixer output", "gradient of projection", "gradient of A_log"}
+    assert "o" not in bad
+
+
 def spoil(record: Record, name: str, index: Any, value: float) -> None:
     tensors = {"proj": record.proj, "output_gradient": record.output_gradient} | dict(record.parameters)
     tensors[name][index] = value  # type: ignore[index]
@@ -112,6 +120,8 @@ def test_a_fault_is_reproduced(fault: str, tmp_path: Path) -> None:
     first = next(row for row in result["rows"] if not row["finite"])
     assert (first["name"], first["place"]["segment"], first["place"]["head"]) == (name, segment, head)
     assert verdict in result["verdict"]
+    if first["reference_finite"]:
+        assert first["error"] is None, "infinite, which JSON does not have"
     status, out, _ = run(tmp_path / "call.pt")
     assert status == 1
     assert result["verdict"] in out

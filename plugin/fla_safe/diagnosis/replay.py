@@ -109,9 +109,10 @@ def replay(record: Record, device: torch.device | str | None = None) -> Replay:
     segments = record.segments(device)
     ours = _run(record, device, segments, kernel)
     plain = resolve("torch", device)
-    exact = _run(record, device, segments, plain, wide=True)
-    # The same again in the job's dtype: how far the best that can be asked for is from float64.
+    wide = _run(record, device, segments, plain, wide=True)
+    # The same in the job's dtype: its distance is what can be asked for.
     usual = ours if kernel.name == "torch" else _run(record, device, segments, plain)
+    exact = dict(wide)
     reference = "the torch kernel in float64"
     if _oracle_bytes(record) <= ORACLE_BYTES:
         exact |= _oracle(record)
@@ -120,7 +121,9 @@ def replay(record: Record, device: torch.device | str | None = None) -> Replay:
     for name, x in ours.items():
         if kernel.mixer is not None and name in _PARTS:
             exact.pop(name, None)  # a fused mixer's kernel leaves them in parts
-        rows.append(_computed(name, x, exact.get(name), usual.get(name), record, segments))
+        rows.append(
+            _computed(name, x, exact.get(name), (usual[name], wide[name]) if name in exact else None, record, segments)
+        )
     return Replay(
         f"{kernel.name} {kernel.version}", str(device), note, reference, tuple(rows), _verdict(tuple(rows), record)
     )
@@ -246,7 +249,7 @@ def _computed(
     name: str,
     x: torch.Tensor,
     exact: torch.Tensor | None,
-    usual: torch.Tensor | None,
+    asked: tuple[torch.Tensor, torch.Tensor] | None,
     record: Record,
     segments: PackedSegments | None,
 ) -> Row:
@@ -266,9 +269,9 @@ def _computed(
     differences = _differences(x, exact, known) / scale
     error = float(differences.max()) if differences.numel() else 0.0
     limit = _LARGEST * TOLERANCES[record.proj.dtype]
-    if usual is not None:
-        usual = cut(usual)
-        best = _differences(usual, exact, known & torch.isfinite(usual)) / scale
+    if asked is not None:
+        usual, wide = map(cut, asked)
+        best = _differences(usual, wide, torch.isfinite(wide) & torch.isfinite(usual)) / scale
         limit = max(limit, _CONDITION * float(best.max()) if best.numel() else 0.0)
     if finite and error > limit:
         place = at(differences == differences.max())
