@@ -4,6 +4,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from upstream_runs import SCRIPTS, Run, run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLUGIN = REPOSITORY / "plugin" / "fla_safe"
+NEEDED = ("fla", "mcore_bridge", "megatron", "triton")
+pytestmark = pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}")
+
 PAGE = (REPOSITORY / "docs" / "upstream.md").read_text()
 
 FLA = ("torch", "fla", "fla.ops.gated_delta_rule", "fla.modules.fused_norm_gate")
