@@ -100,6 +100,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-bytecode", action="store_true", help="TileLang without .pyc, as in a read-only image")
     parser.add_argument("--half-installed", type=Path, metavar="DIR", help="a real TileLang that does not import")
     parser.add_argument(
+        "--share-cache",
+        action="store_true",
+        help="one Triton cache for all cells of a version: faster, fewer compilations",
+    )
+    parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help="variables of all cells, to see what they change"
     )
     options = parser.parse_args(arguments)
@@ -133,7 +138,7 @@ def _run(cell: Cell, options: argparse.Namespace, out: Path, data: Path, fla: Pa
     environment |= {
         "PYTHONPATH": os.pathsep.join(str(p) for p in path if p is not None),
         "OMP_NUM_THREADS": "1",
-        "TRITON_CACHE_DIR": str(out / "triton" / cell.name),
+        "TRITON_CACHE_DIR": str(out / "triton" / (cell.fla if options.share_cache else cell.name)),
         "FLA_FLASH_QLA": "0",
     }
     if options.no_bytecode:
@@ -207,6 +212,7 @@ def _facts(options: argparse.Namespace, arguments: list[str] | None) -> dict[str
         "workload": f"{options.layers} layers, {options.micro_batches} micro-batches, rows of {options.tokens} tokens, "
         f"{options.heads[0]} key and {options.heads[1]} value heads",
         "set": options.set,
+        "share_cache": options.share_cache,
         "bytecode": not options.no_bytecode,
         "half_installed": json.loads(json.dumps(options.half_installed, default=str)) or "stand-in",
     }

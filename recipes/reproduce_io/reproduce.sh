@@ -4,7 +4,7 @@
 #            operations by cause, host gaps, step time, tunes and compilations.
 # Hardware:  one GPU, or none: then the device is a stand-in; FLA, Triton's host path and the file system are real.
 # Expected:  stock 0.5.1 searches for TileLang at every step, and reads the disk for it where TileLang is half-installed;
-#            fla_safe: nothing but images. 20 to 25 minutes on two cores without a GPU.
+#            fla_safe: nothing but images. Without a GPU 7 minutes on two quiet cores, about twice that where strace is there.
 # Use:       bash recipes/reproduce_io/reproduce.sh [--out runs/reproduce_io] [--steps N] [--help]
 #            Further variables: PYTHON (default: python), FLA_SAFE_TEST_FLA_DIR (a folder with one unpacked fla-core a version;
 #            what is missing is fetched into it with pip).
