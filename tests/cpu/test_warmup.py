@@ -1,6 +1,7 @@
 """From layers to frozen kernels: a planted wrong config is banned, losers are pruned, a bundle spares all work."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ pytest.importorskip("megatron.core")
 PLANTED = "chunk_bwd_kernel_dqkwg"
 
 
-def _layer() -> Any:
-    """What the warm-up reads of a GDN layer; three of them share one variant."""
+def _layer(heads: int = 2) -> Any:
+    """What the warm-up reads of a GDN layer; those with the same number of key heads share one variant."""
     from fla_safe.gdn import fla_chunk
     from fla_safe.gdn.backends import Backend
     from fla_safe.gdn.chunk_function import differentiable
@@ -25,7 +26,7 @@ def _layer() -> Any:
 
     kernel = fla_chunk.load()
     backend = Backend("fla", kernel.version, differentiable(kernel), FusedMixer(kernel))
-    layout = ProjectionLayout("interleaved", 2, 4, 64, 64)
+    layout = ProjectionLayout("interleaved", heads, 4, 64, 64)
 
     class Layer(SafeForward, torch.nn.Module):
         layout_kind = "interleaved"
@@ -131,6 +132,45 @@ def test_a_warm_up(gpu: Any, bundle: bool, tmp_path_factory_dir: str) -> None:
     directory = steady.runtime.store.directory.path
     steady.runtime.deactivate()
     assert not directory.exists()
+
+
+@isolated
+@pytest.mark.slow
+def test_a_second_model_with_other_heads_is_warmed_up_beside_the_first(gpu: Any, tmp_path: str) -> None:
+    """A teacher's or reference model's layers; without it a strict job ends at their first call."""
+    from fake_triton.fla import prepare
+    from fla_safe.gdn.rehearsal import packed_row
+    from fla_safe.megatron.warmup import Workload, reach_steady_state
+    from fla_safe.runtime import LateCompileError, LateTuneError
+    from fla_safe.settings import Settings
+
+    prepare()
+    _check_instead(set())
+    settings = Settings(gdn_impl="fla_safe", guard="strict", cache_root=Path(tmp_path), tune_in_child=False)
+    first, second = (torch.nn.ModuleList([_layer(heads)()]) for heads in (2, 4))
+
+    def reach(model: Any, earlier: Any = None) -> Any:
+        workload = Workload(70, 1, True, torch.bfloat16)
+        return reach_steady_state(
+            [model], settings, workload, lambda text: None, device=torch.device("cpu"), earlier=earlier
+        )
+
+    def call(steady: Any, variant: Any) -> None:
+        with steady.runtime.section:
+            variant(variant.draw(33, 1, "cpu"), packed_row(33, 2, "cpu")).sum().backward()
+
+    steady = reach(first)
+    (known,) = steady.variants
+    other = replace(known, layout=second[0]._mixer_layout)
+    with pytest.raises((LateTuneError, LateCompileError)):
+        call(steady, other)
+    both = reach(second, steady)
+    assert both.variants == (known, other)
+    assert both.runtime is steady.runtime
+    for variant in both.variants:
+        call(both, variant)
+    counters = both.runtime.counters()
+    assert [counters[name] for name in ("late_tunes", "late_compiles", "file_ops")] == [0, 0, 0]
 
 
 @pytest.fixture(scope="module")

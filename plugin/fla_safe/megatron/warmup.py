@@ -1,7 +1,7 @@
 """Before training, brings every GDN layer of a model to the steady state."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,7 @@ def reach_steady_state(
     say: Callable[[str], None],
     *,
     device: torch.device | None = None,
+    earlier: SteadyState | None = None,
 ) -> SteadyState:
     """Warm up and freeze. Every rank of the job calls it, also one without GDN layers; models must be on their GPU.
 
@@ -48,6 +49,7 @@ def reach_steady_state(
         settings: guard mode, bundle and artifact directory.
         say: told what is being tuned, checked or compiled.
         device: of the activations; None is the current CUDA device.
+        earlier: of another model in this process, whose kernels are to stay.
 
     Raises:
         AgreementError: a rank failed or went silent; the same error on all ranks, in bounded time.
@@ -64,6 +66,8 @@ def reach_steady_state(
         variant_of = {id(layer): _variant(layer, workload, device) for layer in layers}
     rows = Rows(workload.tokens, workload.batch, workload.packed)
     steady = warm_up(runtime, variant_of.values(), rows, device, settings, say)
+    if earlier is not None:
+        steady = replace(steady, variants=tuple(dict.fromkeys((*earlier.variants, *steady.variants))))
     for layer in layers:
         layer.section = runtime.section
         backend = steady.faster.get(variant_of[id(layer)])

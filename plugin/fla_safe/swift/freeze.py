@@ -31,7 +31,9 @@ def _log(text: str) -> None:
 
 
 def freeze_kernels(args: Any, models: Sequence[torch.nn.Module], settings: Settings) -> None:
-    """Warm up for the rows that `args` describes and freeze, once in a process; nothing on a CPU.
+    """Warm up for the rows that `args` describes and freeze; nothing on a CPU.
+
+    Called for each model of a job (a teacher or reference, too): what an earlier one needs stays frozen with it.
 
     What was tuned and compiled is left in `gdn_bundle.fsb` in the output directory: with `--gdn_bundle` and that file
     the next start takes seconds.
@@ -40,7 +42,7 @@ def freeze_kernels(args: Any, models: Sequence[torch.nn.Module], settings: Setti
         AgreementError: see `reach_steady_state`.
     """
     global _steady
-    if _steady is not None or settings.gdn_impl != "fla_safe" or settings.cpu or not torch.cuda.is_available():
+    if settings.gdn_impl != "fla_safe" or settings.cpu or not torch.cuda.is_available():
         return
     packed = bool(args.padding_free)
     # ms-swift lays the packs of a micro-batch into one row (template/base.py, data_collator).
@@ -54,7 +56,7 @@ def freeze_kernels(args: Any, models: Sequence[torch.nn.Module], settings: Setti
     logger.info(f"fla-safe: warming up GDN kernels for rows of up to {workload.tokens} tokens")
     shown = progress_bar(_log) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else nullcontext(_log)
     with shown as say:
-        _steady = reach_steady_state(models, settings, workload, say)
+        _steady = reach_steady_state(models, settings, workload, say, earlier=_steady)
     timings = _steady.runtime.report()["timings"]
     logger.info(f"fla-safe: kernels are frozen, table {_steady.table_hash[:12]}, {timings}")
     if _steady.learned and _steady.writes_bundle and getattr(args, "output_dir", None):
