@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import ROOT
+from gradients import Gradients
+from launch import ROOT, Job
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +27,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = [json.dumps({"messages": json.loads(line)["messages"]}) for line in lines]
     (folder / "data" / "text.jsonl").write_text("\n".join(texts) + "\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Gradients]:
+    """Gradients of a job, each distinct job run once."""
+    known: dict[str, Gradients] = {}
+
+    def job(model: str = "moe", **options: object) -> Gradients:
+        key = repr((model, sorted(options.items())))
+        if key not in known:
+            flags = () if model == "dense" else ("--moe_aux_loss_coeff", "0")
+            options["flags"] = (*flags, *options.get("flags", ()))  # type: ignore[misc]
+            out = tmp_path_factory.mktemp("job")
+            data = tiny / "data" / ("text.jsonl" if model == "next" else "train.jsonl")
+            known[key] = Job(tiny / model, data, out, **options).gradients()  # type: ignore[arg-type]
+        return known[key]
+
+    return job

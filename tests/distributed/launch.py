@@ -56,7 +56,7 @@ class Job:
             "packing": self.packing,
             "max_length": 256,
             "micro_batch_size": 1,
-            "global_batch_size": 4,
+            "global_batch_size": 2,
             "train_iters": self.iterations,
             "recompute_granularity": "full",
             "recompute_method": "uniform",

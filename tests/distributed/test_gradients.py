@@ -8,51 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from launch import Job
+from gradients import TOLERANCE, Gradients, assert_same, differences
 
 pytestmark = pytest.mark.slow
-
-# Relative to the gradient's norm. Layouts add up float32 numbers in different orders.
-TOLERANCE = 2e-4
-
-Gradients = dict[str, torch.Tensor]
-LORA = ("--tuner_type", "lora", "--target_modules", "all-linear", "--lora_rank", "4")
-
-
-@pytest.fixture(scope="session")
-def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Gradients]:
-    """Gradients of a job, each distinct job run once."""
-    known: dict[str, Gradients] = {}
-
-    def job(model: str = "moe", **options: object) -> Gradients:
-        key = repr((model, sorted(options.items())))
-        if key not in known:
-            flags = () if model == "dense" else ("--moe_aux_loss_coeff", "0")
-            options["flags"] = (*flags, *options.get("flags", ()))  # type: ignore[misc]
-            out = tmp_path_factory.mktemp("job")
-            data = tiny / "data" / ("text.jsonl" if model == "next" else "train.jsonl")
-            known[key] = Job(tiny / model, data, out, **options).gradients()  # type: ignore[arg-type]
-        return known[key]
-
-    return job
-
-
-def differences(ours: Gradients, reference: Gradients) -> dict[str, float]:
-    """Relative difference of each parameter's gradient."""
-    assert ours.keys() == reference.keys()
-    assert any("A_log" in name or "lora" in name for name in reference)
-    # A vanishing gradient (the decay of a layer that forgets at once) is rounding; it counts against the largest one.
-    floor = 1e-5 * max(float(gradient.norm()) for gradient in reference.values())
-    return {
-        name: float((ours[name] - reference[name]).norm() / max(float(reference[name].norm()), floor))
-        for name in reference
-    }
-
-
-def assert_same(ours: Gradients, reference: Gradients) -> None:
-    different = {name: value for name, value in differences(ours, reference).items() if not value < TOLERANCE}
-    assert not different
 
 
 @pytest.mark.parametrize(
@@ -76,39 +34,6 @@ def test_unpacked_moe_with_tp2_and_sequence_parallel(run: Callable[..., Gradient
 
 def test_dense_with_tp2_and_no_sequence_parallel(run: Callable[..., Gradients]) -> None:
     assert_same(run("dense", tp=2), run("dense"))
-
-
-def test_lora_with_tp2_and_sequence_parallel(
-    run: Callable[..., Gradients], tiny: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    # A trained adapter: fresh ones draw from generators that depend on the layout, and have zero gradients in A.
-    out = tmp_path_factory.mktemp("adapter")
-    made = Job(
-        tiny / "moe", tiny / "data" / "train.jsonl", out, flags=(*LORA, "--lr", "1e-2", "--min_lr", "1e-2")
-    ).run()
-    assert made.returncode == 0, made.stderr[-4000:]
-    adapter = next(out.glob("**/adapter_config.json")).parent
-    flags = (*LORA, "--adapters", str(adapter))
-    reference = run(flags=flags)
-    assert all(gradient.norm() > 0 for name, gradient in reference.items() if "in_proj" in name)
-    assert_same(run(tp=2, sequence_parallel=True, flags=flags), reference)
-
-
-def test_qwen3_next_with_tp2_and_sequence_parallel(run: Callable[..., Gradients]) -> None:
-    assert_same(run("next", tp=2, sequence_parallel=True), run("next"))
-
-
-def test_a_distributed_checkpoint_saved_at_tp2_loads_at_tp1(
-    run: Callable[..., Gradients], tiny: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    out = tmp_path_factory.mktemp("checkpoint")
-    flags = ("--moe_aux_loss_coeff", "0", "--lr", "0", "--save_safetensors", "false")
-    saved = Job(tiny / "moe", tiny / "data" / "train.jsonl", out, tp=2, sequence_parallel=True, flags=flags).run()
-    assert saved.returncode == 0, saved.stderr[-4000:]
-    checkpoint = next(out.glob("**/latest_checkpointed_iteration.txt")).parent
-    assert_same(
-        run(flags=("--mcore_model", str(checkpoint), "--no_load_optim", "true", "--no_load_rng", "true")), run()
-    )
 
 
 STOCK = {"gdn_impl": None, "plugins": (Path(__file__).with_name("stock_on_cpu.py"),)}
