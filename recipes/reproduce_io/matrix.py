@@ -145,7 +145,6 @@ def _run(cell: Cell, options: argparse.Namespace, out: Path, data: Path, fla: Pa
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
     else:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        environment["PYTHONPYCACHEPREFIX"] = str(out / "pycache")
     if cell.tilelang == "working":
         environment["FLA_TILELANG"] = "0"  # the stand-in has no kernels; availability is asked all the same
     if shutil.which("fla-safe") is None:

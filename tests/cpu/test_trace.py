@@ -15,7 +15,7 @@ from fake_triton.isolated import child
 from fla_safe.cli import app
 from fla_safe.trace import strace
 from fla_safe.trace.causes import classify
-from fla_safe.trace.merge import Run, TraceError, read_run
+from fla_safe.trace.merge import Process, Run, TraceError, read_run
 from fla_safe.trace.report import summarise, write_report
 from fla_safe.trace.sites import Sites
 
@@ -166,6 +166,19 @@ def test_what_comes_after_the_last_step_is_not_steady(run: Run) -> None:
     assert report["counts"]["data set"]["opens"] == 1
     assert "data set" not in report["steady"]["counts"]
     assert report["steady"]["steps"] == 4
+
+
+def test_a_cause_is_sustained_by_steps_and_not_by_time() -> None:
+    """One slow step beside three quick ones; a cause of one of them alone; a process with one interval."""
+
+    def interval(begin: float, end: float, *causes: str) -> dict[str, Any]:
+        return {"t0": begin, "t1": end, "step": 1, "ops": {cause: {"opens": 1} for cause in causes}}
+
+    quick = [interval(t, t + 0.1, "checkpoint") for t in (9.0, 9.1, 9.2)]
+    process = Process({}, [interval(0, 9, "checkpoint", "other"), *quick])
+    assert Run(Path(), [process], [process], (0, 9.3)).sustained() == ["checkpoint"]
+    short = Process({}, [interval(0, 1, "other")])
+    assert Run(Path(), [short], [short], (0, 1)).sustained() == ["other"]
 
 
 def test_places_have_the_stack_of_who_asked(run: Run) -> None:

@@ -84,14 +84,17 @@ class Run:
         return max(self.window[1] - self.window[0], 1e-9)
 
     def sustained(self) -> list[str]:
-        """Causes that are there in at least three quarters of the window: not an import that came late, once."""
-        seen: dict[str, set[int]] = defaultdict(set)
+        """Causes that a process has in at least three quarters of the window: not an import that came late, once."""
+        found: set[str] = set()
         for process in self.processes:
-            for interval in self.steady(process):
-                quarter = min(3, int(4 * (interval["t1"] - self.window[0]) / self.steady_seconds))
+            intervals = self.steady(process)
+            seen: dict[str, set[int]] = defaultdict(set)
+            # Quarters of the intervals, not of the time: one slow step must not hide the others.
+            for number, interval in enumerate(intervals):
                 for cause in interval["ops"]:
-                    seen[cause].add(quarter)
-        return sorted(cause for cause, quarters in seen.items() if len(quarters) >= 3)
+                    seen[cause].add(4 * number // len(intervals))
+            found |= {cause for cause, quarters in seen.items() if len(quarters) >= min(3, len(intervals))}
+        return sorted(found)
 
     def sites(self, *, steady: bool) -> list[dict[str, Any]]:
         """Places of all processes together, the most frequent first; `steady`: those still active in the window."""
