@@ -81,10 +81,41 @@ print("followed")
 """
 
 
+LOGS = """
+import json, sys, tempfile
+from swift.megatron.callbacks.tensorboard import TensorboardCallback
+from swift.megatron.callbacks.wandb import WandbCallback
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+logged = {}
+sys.modules["wandb"] = types.SimpleNamespace(
+    init=nothing, log=lambda values, step=None, **_: logged.update(values), run=None, finish=nothing
+)
+counts = {"late_tunes": 3, "late_compiles": 0, "file_ops": 1, "syncs": 0, "served_general": 2}
+steady = types.SimpleNamespace(runtime=types.SimpleNamespace(counters=lambda: counts))
+mock.patch.object(callback, "steady_state", lambda: steady).start()
+mock.patch("wandb.init", lambda **_: None).start()
+with tempfile.TemporaryDirectory() as folder:
+    args = types.SimpleNamespace(
+        output_dir=folder, tensorboard_dir=None, tensorboard_queue_size=10, wandb_exp_name="x", wandb_project="y"
+    )
+    trainer = types.SimpleNamespace(args=args, state=types.SimpleNamespace(iteration=7, max_steps=7))
+    callbacks = [callback.GdnCallback(trainer), TensorboardCallback(trainer), WandbCallback(trainer)]
+    logs = {"loss": 1.0}
+    for each in callbacks:
+        each.on_log(logs)
+    callbacks[1].writer.close()
+    events = EventAccumulator(f"{folder}/runs")
+    events.Reload()
+    plotted = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+print("logs", json.dumps([logs, plotted, logged]))
+"""
+
+
 @pytest.fixture(scope="module")
 def said() -> list[str]:
-    """What both scripts print; in one process, because importing ms-swift takes long."""
-    return run(COMMANDS + CHECK, PYTHONPATH=str(Path(__file__).parents[1])).splitlines()
+    """What the scripts print; in one process, because importing ms-swift takes long."""
+    return run(COMMANDS + CHECK + LOGS, PYTHONPATH=str(Path(__file__).parents[1])).splitlines()
 
 
 def test_every_megatron_command_knows_the_flags(said: list[str]) -> None:
@@ -92,8 +123,17 @@ def test_every_megatron_command_knows_the_flags(said: list[str]) -> None:
 
 
 def test_the_check_is_put_on_built_models_and_follows_the_steps(said: list[str]) -> None:
-    assert said[-1] == "followed"
+    assert "followed" in said
     assert any("--gdn_check every with ms-swift's own GDN layers" in line for line in said)
+
+
+def test_counters_reach_the_log_tensorboard_and_wandb(said: list[str]) -> None:
+    (line,) = [line for line in said if line.startswith("logs ")]
+    logs, plotted, logged = json.loads(line.removeprefix("logs "))
+    assert logs == {"loss": 1.0, "gdn/late_tunes": 3, "gdn/late_compiles": 0, "gdn/file_ops": 1, "gdn/syncs": 0}
+    for seen in (plotted, logged):
+        assert seen["train/gdn_late_tunes"] == 3
+        assert {"train/gdn_late_compiles", "train/gdn_file_ops", "train/gdn_syncs", "train/loss"} <= set(seen)
 
 
 SETUP = """
