@@ -261,10 +261,10 @@ def test_flex_attention_trains_two_pairs_on_two_graphs_without_a_score_matrix(mo
 
 
 def test_peak_memory_grows_with_anchors_and_not_with_their_square(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = replace(dflash_sizes.MEMORY["cpu"], anchors=8, block=16, budget=512 + 128)
+    sizes = replace(dflash_sizes.MEMORY["cpu"], anchors=4, block=32, budget=512 + 128)
     monkeypatch.setattr(memory, "_EIGHTHS", (4, 2, 1))
     rows = memory.measure(sizes, CPU, "aot_eager")
-    assert [row.anchors for row in rows] == [2, 4, 8]
+    assert [row.anchors for row in rows] == [1, 2, 4]
     assert all(row.peak <= row.bound for row in rows)
     assert "one score matrix" in str(rows[0])
     heavy = replace(rows[-1], peak=rows[-1].bound + 1)
@@ -350,7 +350,12 @@ def test_a_failing_pair_ends_the_command_with_one_line(
         return stock_step(pair)
 
     monkeypatch.setattr(Pair, "step", step)
-    assert train.main(["--cpu", "--compile", "aot_eager", "--steps", "1000", "--anchors", "2", "--budget", "136"]) == 1
+    assert (
+        train.main(
+            ["--cpu", "--compile", "aot_eager", "--steps", "1000", "--apart", "0", "--anchors", "2", "--budget", "136"]
+        )
+        == 1
+    )
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("dflash: fla_safe failed: PairFailedError: pair 1 failed with TypeError")
 
