@@ -1,8 +1,6 @@
 """The `fla-safe` command."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fla_safe.console import named_errors
 from fla_safe.diagnosis.command import replay
-from fla_safe.errors import FlaSafeError
 from fla_safe.preparation.command import warmup
 from fla_safe.trace.command import report, trace
 
@@ -41,17 +39,6 @@ class Policy(Enum):
     keep = "keep"
     replace = "replace"
     fastest = "fastest"
-
-
-@contextmanager
-def named_errors() -> Iterator[None]:
-    """A known error is three lines on standard error and status 2, not a traceback."""
-    try:
-        yield
-    except FlaSafeError as error:
-        text = f"{type(error).__name__}: {error.seen}\n  expected: {error.expected}\n  to do: {error.remedy}"
-        Console(stderr=True, soft_wrap=True).print(Text(text, style="red"))
-        raise typer.Exit(2) from None
 
 
 @app.command()

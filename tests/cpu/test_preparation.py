@@ -98,3 +98,19 @@ def test_a_terminal_shows_the_kernel_and_a_file_gets_lines() -> None:
         say("checking kernel_b")
     assert "checking kernel_b" in screen.getvalue()
     assert len(told) == 1
+
+
+def test_shipped_tables_are_whole_and_are_found_by_jobs() -> None:
+    from fla_safe.gdn.warmup import TABLES
+    from fla_safe.runtime.tuning.decisions import DecisionTable
+
+    files = sorted(TABLES.glob("*.json"))
+    assert files
+    for file in files:
+        table = DecisionTable.load(file, source="shipped")
+        assert len(table) > 0
+        parts = (table.stamp.device.split()[-1].lower(), f"fla-{table.stamp.fla}", f"triton-{table.stamp.triton}")
+        assert file.stem == "_".join(parts)
+        for key in table:
+            assert key.kernel.startswith("fla.")
+            assert table.entry(key).median_us, "measured, not made up"

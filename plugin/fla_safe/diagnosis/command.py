@@ -19,7 +19,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a recorded GDN call again beside float64. Status 0: finite and right, 1: reproduced, 2: not a good file."""
-    from fla_safe.cli import named_errors
+    from fla_safe.console import named_errors
 
     with named_errors():
         from fla_safe.diagnosis.record import read

@@ -25,7 +25,7 @@ def warmup(
     cache_root: Annotated[Path | None, typer.Option(help="As --gdn_cache_root.")] = None,
 ) -> None:
     """Tune, check and compile the kernels of named shapes or of a recipe, and write a bundle for --gdn_bundle."""
-    from fla_safe.cli import named_errors
+    from fla_safe.console import named_errors
     from fla_safe.preparation.models import Heads, UnknownModelError, heads_of
     from fla_safe.preparation.recipe import read_recipe
     from fla_safe.progress import progress_bar

@@ -73,7 +73,7 @@ def trace(
     strace: Annotated[bool, typer.Option("--strace", help="Count exactly, under strace -f. Slow.")] = False,
 ) -> None:
     """Run any training command and record who touches which file, why, and from where. Status: the command's."""
-    from fla_safe.cli import named_errors
+    from fla_safe.console import named_errors
 
     folder = out or Path("runs") / time.strftime("trace-%Y%m%d-%H%M%S")
     with named_errors():
@@ -86,7 +86,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="A folder that `fla-safe trace` wrote.", show_default=False)],
 ) -> None:
     """Merge the processes of a traced run into report.json and report.md (with plots), and say what touched files."""
-    from fla_safe.cli import named_errors
+    from fla_safe.console import named_errors
     from fla_safe.trace.report import write_report
 
     with named_errors():
