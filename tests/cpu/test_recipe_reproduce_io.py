@@ -54,7 +54,19 @@ def test_stock_reads_the_disk_and_fla_safe_does_not(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     # What the user has set must not decide about a cell.
     environment |= {"FLA_DISABLE_BACKEND_DISPATCH": "1", "FLA_SAFE_TRACE": str(tmp_path / "not here")}
-    small = ["--steps", "6", "--layers", "1", "--micro-batches", "1", "--tokens", "512", "--exact-steps", "0"]
+    small = [
+        "--share-cache",
+        "--steps",
+        "6",
+        "--layers",
+        "1",
+        "--micro-batches",
+        "1",
+        "--tokens",
+        "512",
+        "--exact-steps",
+        "0",
+    ]
     command = ["bash", str(RECIPE / "reproduce.sh"), "--out", str(tmp_path / "out"), "--fla", "0.5.1"]
     done = subprocess.run(
         [*command, "--tilelang", "half", *small], env=environment, capture_output=True, text=True, check=False
