@@ -4,8 +4,8 @@ import torch
 
 __all__ = ["TOLERANCE", "Gradients", "assert_same", "differences"]
 
-# Relative to the gradient's norm. Layouts add up float32 numbers in different orders.
-TOLERANCE = 2e-4
+# Relative to the gradient's norm. Layouts add up float32 numbers in different orders; `A_log` sums with cancellation.
+TOLERANCE = 5e-4
 
 Gradients = dict[str, torch.Tensor]
 
@@ -24,4 +24,4 @@ def differences(ours: Gradients, reference: Gradients) -> dict[str, float]:
 
 def assert_same(ours: Gradients, reference: Gradients) -> None:
     different = {name: value for name, value in differences(ours, reference).items() if not value < TOLERANCE}
-    assert not different
+    assert not different, str(different)[:2000]
