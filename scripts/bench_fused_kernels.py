@@ -2,7 +2,7 @@
 
     python scripts/bench_fused_kernels.py --rows 14000 --tp 2
 
-Checks the hand-chosen constants of `fla_safe.gdn.fused_launch`; "as in use" is the configuration that they give.
+Checks the hand-chosen constants of `fla_safe.gdn.fused.launch`; "as in use" is the configuration that they give.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ import torch
 import triton
 import typer
 
-from fla_safe.gdn import fused_launch as launch
-from fla_safe.gdn.kernel_grads import KernelGrads
+from fla_safe.gdn.chunk.grads import KernelGrads
+from fla_safe.gdn.fused import launch
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import CHUNK_SIZE, PackedSegments
 

@@ -35,9 +35,9 @@ def _child(way: str, given: Path | None, rows: int, tp: int) -> None:
         torch.cuda.synchronize()
     else:
         from fla_safe.gdn.backends import resolve
-        from fla_safe.gdn.rehearsal import Rows
+        from fla_safe.gdn.steady.rehearsal import Rows
+        from fla_safe.gdn.steady.warmup import take_over, warm_up
         from fla_safe.gdn.variant import MixerVariant
-        from fla_safe.gdn.warmup import take_over, warm_up
         from fla_safe.settings import Settings
 
         settings = Settings(

@@ -6,13 +6,13 @@ from unittest import mock
 
 import torch
 
-from fla_safe.gdn import fused_launch
 from fla_safe.gdn.backends import resolve
-from fla_safe.gdn.fused import FusedMixer
-from fla_safe.gdn.kernel_grads import KernelGrads
+from fla_safe.gdn.chunk.grads import KernelGrads
+from fla_safe.gdn.chunk.plain import torch_chunk_gated_delta_rule
+from fla_safe.gdn.fused import launch as fused_launch
+from fla_safe.gdn.fused.mixer import FusedMixer
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import composed_mixer
-from fla_safe.gdn.torch_chunk import torch_chunk_gated_delta_rule
 
 __all__ = ["TorchKernel", "assert_close", "both", "parameters"]
 

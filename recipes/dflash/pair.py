@@ -15,8 +15,8 @@ from dflash.mask import AnchorMask
 from dflash.sizes import Sizes
 from dflash.target import Target
 from fla_safe.gdn.backends import Backend
-from fla_safe.gdn.rehearsal import AWKWARD_ROWS
 from fla_safe.gdn.segments import PackedSegments
+from fla_safe.gdn.steady.rehearsal import AWKWARD_ROWS
 
 __all__ = ["Pair", "on_device", "pair_devices"]
 

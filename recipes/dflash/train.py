@@ -26,7 +26,7 @@ from dflash.sizes import MEMORY, PRESETS, Sizes
 from dflash.target import Impl, choose_kernel
 from dflash.workers import PairFailedError, Stop, run_together
 from fla_safe.errors import FlaSafeError
-from fla_safe.gdn.rehearsal import GUARDED, repeats
+from fla_safe.gdn.steady.rehearsal import GUARDED, repeats
 from fla_safe.runtime import Runtime, RuntimeSettings, activate
 
 __all__ = ["Job", "NotZeroError", "main", "make_job", "train"]

@@ -17,12 +17,14 @@ from test_gdn_torch import with_grads
 from torch.utils.checkpoint import checkpoint
 
 from fla_safe.cpu import interpreter
-from fla_safe.gdn import calls, fla_chunk, fla_parts, ops, oracle
+from fla_safe.gdn import calls, ops, oracle
 from fla_safe.gdn.backends import resolve
-from fla_safe.gdn.chunk_function import differentiable
+from fla_safe.gdn.chunk import fla as fla_chunk
+from fla_safe.gdn.chunk import fla_parts
+from fla_safe.gdn.chunk.function import differentiable
+from fla_safe.gdn.chunk.rebind import unwrap
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import composed_mixer
-from fla_safe.gdn.rebind import unwrap
 from fla_safe.gdn.segments import PackedSegments
 
 interpreter.activate()

@@ -100,11 +100,11 @@ from checked_layers import Model, HIDDEN
 from fla_safe.cpu import interpreter
 interpreter.activate()
 from fla_safe.gdn.backends import Backend, resolve
-from fla_safe.gdn.fused import FusedMixer
+from fla_safe.gdn.fused.mixer import FusedMixer
 from fused_cases import TorchKernel
 from fused_interpreter import quicken
 from unittest import mock
-from fla_safe.gdn import fused_launch
+from fla_safe.gdn.fused import launch as fused_launch
 quicken()
 mock.patch.multiple(fused_launch, _IN_TOKENS=32, _GRAD_TOKENS=32).start()
 

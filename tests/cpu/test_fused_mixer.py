@@ -22,10 +22,11 @@ if INTERPRETED:
     from fused_interpreter import quicken
     from gdn_cases import PACKS, pack
 
-    from fla_safe.gdn import calls, fused
-    from fla_safe.gdn.fused import FusedError, FusedMixer
-    from fla_safe.gdn.fused_launch import run_in
-    from fla_safe.gdn.kernel_grads import KernelGrads
+    from fla_safe.gdn import calls
+    from fla_safe.gdn.chunk.grads import KernelGrads
+    from fla_safe.gdn.fused import mixer as fused
+    from fla_safe.gdn.fused.launch import run_in
+    from fla_safe.gdn.fused.mixer import FusedError, FusedMixer
     from fla_safe.gdn.layout import ProjectionLayout
     from fla_safe.gdn.segments import PackedSegments
     from fused_cases import TorchKernel, assert_close, both, parameters
@@ -216,7 +217,7 @@ def test_recomputation_does_not_project_twice(monkeypatch: pytest.MonkeyPatch) -
 @interpreted
 @pytest.mark.usefixtures("poisoned_memory")
 def test_around_flas_kernels() -> None:
-    from fla_safe.gdn import fla_chunk
+    from fla_safe.gdn.chunk import fla as fla_chunk
 
     segments = PackedSegments.prepare(torch.tensor([0, 40, 66]), 68)
     before = calls.snapshot()
@@ -227,7 +228,7 @@ def test_around_flas_kernels() -> None:
 
 @interpreted
 def test_around_flas_kernels_nothing_but_kernels_computes() -> None:
-    from fla_safe.gdn import fla_chunk
+    from fla_safe.gdn.chunk import fla as fla_chunk
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

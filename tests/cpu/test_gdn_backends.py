@@ -8,10 +8,10 @@ import pytest
 import torch
 from packaging.version import Version
 
-from fla_safe.gdn import fla_chunk
 from fla_safe.gdn.backends import BackendError, resolve, supports
+from fla_safe.gdn.chunk import fla as fla_chunk
+from fla_safe.gdn.chunk.rebind import rebind
 from fla_safe.gdn.layout import ProjectionLayout
-from fla_safe.gdn.rebind import rebind
 
 CUDA = torch.device("cuda")
 

@@ -8,8 +8,8 @@ import torch
 
 from fla_safe.gdn.backends import Backend, resolve
 from fla_safe.gdn.layout import ProjectionLayout
+from fla_safe.gdn.steady.golden import REPEATS, GoldenCheck
 from fla_safe.gdn.variant import MixerVariant
-from fla_safe.gdn.verify import REPEATS, GoldenCheck
 
 
 def variant(dtype: torch.dtype = torch.float32, backend: Backend | None = None, **options: Any) -> MixerVariant:

@@ -101,7 +101,7 @@ def test_a_terminal_shows_the_kernel_and_a_file_gets_lines() -> None:
 
 
 def test_shipped_tables_are_whole_and_are_found_by_jobs() -> None:
-    from fla_safe.gdn.warmup import TABLES
+    from fla_safe.gdn.steady.warmup import TABLES
     from fla_safe.runtime.tuning.decisions import DecisionTable
 
     files = sorted(TABLES.glob("*.json"))

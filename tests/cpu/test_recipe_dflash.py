@@ -407,9 +407,9 @@ def packs_through(target: Target, device: int, steps: int, gpu: Any) -> Any:
 @isolated
 def test_frozen_targets_of_two_pairs_and_two_devices_stay_at_zero(gpu: Any) -> None:
     from fake_triton.fla import prepare
-    from fla_safe.gdn import fla_chunk
-    from fla_safe.gdn.rehearsal import AWKWARD_ROWS, GUARDED
+    from fla_safe.gdn.chunk import fla as fla_chunk
     from fla_safe.gdn.segments import PackedSegments
+    from fla_safe.gdn.steady.rehearsal import AWKWARD_ROWS, GUARDED
     from fla_safe.runtime import RuntimeSettings, activate
 
     runtime = activate(RuntimeSettings(guarded=GUARDED, audit="process"))

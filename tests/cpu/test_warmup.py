@@ -17,10 +17,10 @@ PLANTED = "chunk_bwd_kernel_dqkwg"
 
 def _layer(heads: int = 2) -> Any:
     """What the warm-up reads of a GDN layer; those with the same number of key heads share one variant."""
-    from fla_safe.gdn import fla_chunk
     from fla_safe.gdn.backends import Backend
-    from fla_safe.gdn.chunk_function import differentiable
-    from fla_safe.gdn.fused import FusedMixer
+    from fla_safe.gdn.chunk import fla as fla_chunk
+    from fla_safe.gdn.chunk.function import differentiable
+    from fla_safe.gdn.fused.mixer import FusedMixer
     from fla_safe.gdn.layout import ProjectionLayout
     from fla_safe.megatron.layer import SafeForward
 
@@ -49,7 +49,7 @@ def _layer(heads: int = 2) -> Any:
 
 def _check_instead(wrong: set[str]) -> Any:
     """Nothing is computed here: a check runs the kernels and then says what a GPU would have shown."""
-    from fla_safe.gdn.verify import Verdict
+    from fla_safe.gdn.steady.golden import Verdict
     from fla_safe.runtime import active
 
     asked: list[int | None] = []
@@ -61,7 +61,7 @@ def _check_instead(wrong: set[str]) -> Any:
         bad = [k for k in tuning.asked if k.kernel.endswith(PLANTED) and str(tuning.table.get(k)) in wrong]
         return Verdict("gradient of proj has a relative error of 1.0e+00, allowed 1.0e-02" if bad else None)
 
-    from fla_safe.gdn.verify import GoldenCheck
+    from fla_safe.gdn.steady.golden import GoldenCheck
 
     GoldenCheck.__call__ = check  # type: ignore[method-assign, assignment]
     return asked
@@ -139,7 +139,7 @@ def test_a_warm_up(gpu: Any, bundle: bool, tmp_path_factory_dir: str) -> None:
 def test_a_second_model_with_other_heads_is_warmed_up_beside_the_first(gpu: Any, tmp_path: str) -> None:
     """A teacher's or reference model's layers; without it a strict job ends at their first call."""
     from fake_triton.fla import prepare
-    from fla_safe.gdn.rehearsal import packed_row
+    from fla_safe.gdn.steady.rehearsal import packed_row
     from fla_safe.megatron.warmup import Workload, reach_steady_state
     from fla_safe.runtime import LateCompileError, LateTuneError
     from fla_safe.settings import Settings

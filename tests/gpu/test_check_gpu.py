@@ -24,7 +24,7 @@ if torch.cuda.is_available():
     from fla_safe.diagnosis.record import PARAMETERS, Record, read
     from fla_safe.diagnosis.replay import replay
     from fla_safe.diagnosis.watch import Watch
-    from fla_safe.gdn import fla_chunk
+    from fla_safe.gdn.chunk import fla as fla_chunk
     from fla_safe.megatron.watching import watch_layers
     from fla_safe.runtime.audit import Audit
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fla_safe.gdn import flash_qla
+from fla_safe.gdn.chunk import flash_qla
 from fla_safe.gdn.layout import ProjectionLayout
 
 LAYOUT = ProjectionLayout("interleaved", 2, 4, 128, 128)
@@ -40,7 +40,7 @@ def compiled() -> Iterator[list[str]]:
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "batch of 2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_its_kernels_pass_the_golden_check(dtype: torch.dtype, packed: bool) -> None:
-    from fla_safe.gdn.verify import GoldenCheck
+    from fla_safe.gdn.steady.golden import GoldenCheck
 
     verdict = GoldenCheck(variant(dtype), "cuda", packed=packed, batch=2)()
     print("; ".join(f"{name} {error:.1e} of {verdict.limits[name]:.1e}" for name, error in verdict.errors.items()))
@@ -48,7 +48,7 @@ def test_its_kernels_pass_the_golden_check(dtype: torch.dtype, packed: bool) -> 
 
 
 def test_after_a_rehearsal_nothing_is_compiled_and_nothing_waits(compiled: list[str]) -> None:
-    from fla_safe.gdn.rehearsal import Rows, packed_row, rehearse
+    from fla_safe.gdn.steady.rehearsal import Rows, packed_row, rehearse
 
     mixer = variant()
     rehearse(mixer, Rows(2048, 1, True), "cuda")
@@ -69,7 +69,7 @@ def test_after_a_rehearsal_nothing_is_compiled_and_nothing_waits(compiled: list[
 def test_states_kept_under_recomputation_give_the_same_gradients() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    from fla_safe.gdn.rehearsal import packed_row
+    from fla_safe.gdn.steady.rehearsal import packed_row
 
     mixer, segments = variant(), packed_row(700, 7, "cuda")
 

@@ -13,13 +13,13 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available():
-    from fla_safe.gdn import fla_chunk
     from fla_safe.gdn.backends import resolve
-    from fla_safe.gdn.fused import FusedMixer
-    from fla_safe.gdn.fused_in import mixer_in_forward
-    from fla_safe.gdn.fused_in_grad import mixer_in_backward
-    from fla_safe.gdn.fused_out import gate_backward, mixer_out_backward, mixer_out_forward
-    from fla_safe.gdn.fused_sums import add_sums
+    from fla_safe.gdn.chunk import fla as fla_chunk
+    from fla_safe.gdn.fused.inputs import mixer_in_forward
+    from fla_safe.gdn.fused.inputs_grad import mixer_in_backward
+    from fla_safe.gdn.fused.mixer import FusedMixer
+    from fla_safe.gdn.fused.output import gate_backward, mixer_out_backward, mixer_out_forward
+    from fla_safe.gdn.fused.sums import add_sums
     from fla_safe.gdn.layout import ProjectionLayout
     from fla_safe.gdn.segments import PackedSegments
     from fused_cases import TorchKernel, assert_close, both, parameters

@@ -19,9 +19,9 @@ LONGEST = 14000
 def frozen(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from fla_safe.gdn import backends
     from fla_safe.gdn.layout import ProjectionLayout
-    from fla_safe.gdn.rehearsal import Rows
+    from fla_safe.gdn.steady.rehearsal import Rows
+    from fla_safe.gdn.steady.warmup import take_over, warm_up
     from fla_safe.gdn.variant import MixerVariant
-    from fla_safe.gdn.warmup import take_over, warm_up
     from fla_safe.settings import Settings
 
     layout, bf16 = ProjectionLayout("interleaved", 8, 16, 128, 128), torch.bfloat16

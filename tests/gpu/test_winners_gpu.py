@@ -18,9 +18,9 @@ if torch.cuda.is_available():
 
     from fla_safe.gdn.backends import resolve
     from fla_safe.gdn.layout import ProjectionLayout
-    from fla_safe.gdn.rehearsal import Rows, rehearse
+    from fla_safe.gdn.steady.golden import GoldenCheck
+    from fla_safe.gdn.steady.rehearsal import Rows, rehearse
     from fla_safe.gdn.variant import MixerVariant
-    from fla_safe.gdn.verify import GoldenCheck
     from fla_safe.runtime import NoWorkingConfigError, RuntimeSettings, activate
     from fla_safe.runtime.artifacts.kept import keys_in_use, save_bundle
     from fla_safe.runtime.tuning.outside import OutsideTuning
@@ -199,7 +199,7 @@ def test_the_child_tunes_flas_kernels_for_the_job(start: Any, tmp_path: Path) ->
     told: list[str] = []
     outside = OutsideTuning(
         runtime.tuning,
-        "fla_safe.gdn.rehearsal:in_child",
+        "fla_safe.gdn.steady.rehearsal:in_child",
         {"variants": [mixer.as_dict()], "rows": rows.as_dict(), "device": 0},
         {"guarded": ("fla", "fla_safe")},
         directory=runtime.store.store.directory,

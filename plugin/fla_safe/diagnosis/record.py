@@ -11,7 +11,7 @@ import torch
 from fla_safe.errors import FlaSafeError
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
-from fla_safe.gdn.verify import TOLERANCES
+from fla_safe.gdn.steady.golden import TOLERANCES
 
 __all__ = ["PARAMETERS", "Record", "RecordError", "read", "write"]
 

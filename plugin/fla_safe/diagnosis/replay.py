@@ -20,7 +20,7 @@ from fla_safe.gdn import oracle
 from fla_safe.gdn.backends import Backend, resolve, supports
 from fla_safe.gdn.mixer import mixer
 from fla_safe.gdn.segments import PackedSegments
-from fla_safe.gdn.verify import TOLERANCES
+from fla_safe.gdn.steady.golden import TOLERANCES
 
 __all__ = ["ORACLE_BYTES", "Replay", "Row", "replay"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fla_safe.gdn.backends import Backend
-from fla_safe.gdn.kernel_grads import KernelGrads
+from fla_safe.gdn.chunk.grads import KernelGrads
 from fla_safe.gdn.segments import PackedSegments
 
 __all__ = ["Tap", "What", "followed", "tapped"]
@@ -20,7 +20,7 @@ class Tap(Protocol):
     """Told of tensors by name (q, k, v, g, beta, o) in the order in which they arise; it may raise.
 
     Gradients of the inputs arrive in one call or in several. A fused mixer shows them in the parts that its kernel
-    leaves (`gdn.kernel_grads.KernelGrads`).
+    leaves (`gdn.chunk.grads.KernelGrads`).
     """
 
     def __call__(self, what: What, tensors: Mapping[str, torch.Tensor], /) -> None: ...
@@ -65,7 +65,7 @@ def tapped(kernel: Backend, tap: Tap) -> Backend:
 
 
 class _TappedKernel:
-    """A chunk kernel outside autograd (`gdn.fused.ChunkKernel`)."""
+    """A chunk kernel outside autograd (`gdn.chunk.function.ChunkKernel`)."""
 
     def __init__(self, kernel: Any, tap: Tap) -> None:
         self._kernel = kernel

@@ -7,11 +7,12 @@ from typing import Final, Protocol
 import torch
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.gdn import fla_chunk, flash_qla
-from fla_safe.gdn.chunk_function import ChunkKernel, differentiable
+from fla_safe.gdn.chunk import fla as fla_chunk
+from fla_safe.gdn.chunk import flash_qla
+from fla_safe.gdn.chunk.function import ChunkKernel, differentiable
+from fla_safe.gdn.chunk.plain import torch_chunk_gated_delta_rule
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
-from fla_safe.gdn.torch_chunk import torch_chunk_gated_delta_rule
 
 __all__ = ["NAMES", "Backend", "BackendError", "RuleFunction", "resolve", "supports"]
 
@@ -118,7 +119,7 @@ def resolve(
     kernel: ChunkKernel = flash_qla.load() if name == "flash_qla" else fla_chunk.load()
     mixer = None
     if torch.device(device).type == "cuda" if fused is None else fused:
-        from fla_safe.gdn.fused import FusedMixer  # Triton, which a machine without these kernels may lack
+        from fla_safe.gdn.fused.mixer import FusedMixer  # Triton, which a machine without these kernels may lack
 
         mixer = FusedMixer(kernel)
     return Backend(name, kernel.version, differentiable(kernel), mixer)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fla_safe.gdn.rehearsal import Rows
-from fla_safe.gdn.steady_state import SteadyState
+from fla_safe.gdn.steady.rehearsal import Rows
+from fla_safe.gdn.steady.state import SteadyState
+from fla_safe.gdn.steady.warmup import take_over, warm_up
 from fla_safe.gdn.variant import MixerVariant
-from fla_safe.gdn.warmup import take_over, warm_up
 from fla_safe.megatron.consensus import together
 from fla_safe.megatron.layer import SafeForward
 from fla_safe.settings import Settings

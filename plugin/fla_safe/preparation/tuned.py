@@ -8,9 +8,9 @@ import torch
 from fla_safe.errors import FlaSafeError
 from fla_safe.gdn.backends import resolve
 from fla_safe.gdn.layout import ProjectionLayout
-from fla_safe.gdn.rehearsal import Rows
+from fla_safe.gdn.steady.rehearsal import Rows
+from fla_safe.gdn.steady.warmup import take_over, warm_up
 from fla_safe.gdn.variant import MixerVariant
-from fla_safe.gdn.warmup import take_over, warm_up
 from fla_safe.runtime.artifacts.kept import save_bundle
 from fla_safe.settings import Settings
 

@@ -10,7 +10,7 @@ import torch
 from swift.utils import get_logger
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.gdn.steady_state import SteadyState
+from fla_safe.gdn.steady.state import SteadyState
 from fla_safe.megatron.warmup import Workload, reach_steady_state
 from fla_safe.progress import progress_bar
 from fla_safe.settings import Settings

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fla_safe.gdn.fused_rows import sigmoid, z_columns
+from fla_safe.gdn.fused.rows import sigmoid, z_columns
 
 __all__ = ["gate_backward", "mixer_out_backward", "mixer_out_forward"]
 

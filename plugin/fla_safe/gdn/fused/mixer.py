@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from fla_safe.errors import FlaSafeError
 from fla_safe.gdn import calls
-from fla_safe.gdn.chunk_function import ChunkKernel
-from fla_safe.gdn.fused_launch import (
+from fla_safe.gdn.chunk.function import ChunkKernel
+from fla_safe.gdn.fused.launch import (
     MAX_WINDOW,
     Gates,
     MixerShape,

@@ -8,9 +8,9 @@ import torch
 
 from fla_safe.errors import FlaSafeError
 from fla_safe.gdn.backends import resolve, supports
-from fla_safe.gdn.rehearsal import Rows, packed_row
+from fla_safe.gdn.steady.golden import GoldenCheck
+from fla_safe.gdn.steady.rehearsal import Rows, packed_row
 from fla_safe.gdn.variant import MixerVariant
-from fla_safe.gdn.verify import GoldenCheck
 
 __all__ = ["milliseconds", "rival"]
 

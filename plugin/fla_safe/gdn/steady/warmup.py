@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from fla_safe.gdn.backends import Backend
-from fla_safe.gdn.flash_qla import watch_compilations
-from fla_safe.gdn.kernel_choice import Timings, choose_kernels
-from fla_safe.gdn.rehearsal import GUARDED, Rows, rehearse, repeats
-from fla_safe.gdn.steady_state import SteadyState
+from fla_safe.gdn.chunk.flash_qla import watch_compilations
+from fla_safe.gdn.steady.golden import GoldenCheck, Verdict
+from fla_safe.gdn.steady.kernel_choice import Timings, choose_kernels
+from fla_safe.gdn.steady.rehearsal import GUARDED, Rows, rehearse, repeats
+from fla_safe.gdn.steady.state import SteadyState
 from fla_safe.gdn.variant import MixerVariant
-from fla_safe.gdn.verify import GoldenCheck, Verdict
 from fla_safe.runtime import Runtime, RuntimeSettings, activate
 from fla_safe.runtime.artifacts.kept import keys_in_use
 from fla_safe.runtime.launching.ahead import threads_of_this_rank
@@ -121,7 +121,7 @@ def _elsewhere(
 ) -> Callable[[TuningKey], None]:
     outside = OutsideTuning(
         runtime.tuning,
-        "fla_safe.gdn.rehearsal:in_child",
+        "fla_safe.gdn.steady.rehearsal:in_child",
         {"variants": [v.as_dict() for v in variants], "rows": rows.as_dict(), "device": device.index},
         {"guarded": GUARDED, "size_arguments": runtime.settings.size_arguments, "packages": runtime.settings.packages},
         directory=None if runtime.store is None else runtime.store.store.directory,

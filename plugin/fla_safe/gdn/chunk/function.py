@@ -7,7 +7,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fla_safe.gdn import calls
-from fla_safe.gdn.kernel_grads import KernelGrads
+from fla_safe.gdn.chunk.grads import KernelGrads
 from fla_safe.gdn.recomputation import kept_briefly
 from fla_safe.gdn.segments import PackedSegments
 
@@ -15,7 +15,7 @@ __all__ = ["ChunkKernel", "differentiable", "sum_heads"]
 
 
 class ChunkKernel(Protocol):
-    """A gated delta rule outside autograd, as `fla_chunk.FlaKernel` is; all tensors are contiguous.
+    """A gated delta rule outside autograd, as `fla.FlaKernel` is; all tensors are contiguous.
 
     `saved` begins with q, k, v, the kernel's own form of g, and beta; with `keep_states` it may hold more than the
     backward pass needs, to save it work. Who calls `backward` sums what it leaves in parts, or asks `total` to.

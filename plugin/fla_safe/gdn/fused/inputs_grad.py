@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from fla_safe.gdn.fused_rows import (
+from fla_safe.gdn.fused.rows import (
     NOWHERE,
     columns_of_slot,
     gate_columns,

@@ -8,10 +8,10 @@ from typing import Any, Self
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fla_safe.gdn.flash_qla import segment_counts
+from fla_safe.gdn.chunk.flash_qla import segment_counts
 from fla_safe.gdn.segments import PackedSegments
+from fla_safe.gdn.steady.golden import GoldenCheck
 from fla_safe.gdn.variant import MixerVariant
-from fla_safe.gdn.verify import GoldenCheck
 from fla_safe.runtime.tuning.keys import TuningKey
 from fla_safe.runtime.tuning.tuning_child import Work
 from fla_safe.runtime.tuning.winners import RepeatCheck

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from fla_safe.gdn.fused_rows import (
+from fla_safe.gdn.fused.rows import (
     NOWHERE,
     columns_of_slot,
     gate_columns,
@@ -178,7 +178,7 @@ def mixer_in_forward(
     """Grid (2 H + HV + 1 slots, blocks of `TOKENS` rows, batch).
 
     `proj` `[total, BATCH, P]` contiguous; `qkv` holds q and k `[BATCH, total, H, K]` and v `[BATCH, total, HV, V]`, one
-    after the other; `g` float32 and `beta` `[BATCH, total, HV]`; `starts` int32 `[total]` (see `fused_rows.NOWHERE`).
+    after the other; `g` float32 and `beta` `[BATCH, total, HV]`; `starts` int32 `[total]` (see `rows.NOWHERE`).
     Rows of the tail become zeros whatever `proj` holds there.
     """
     P: tl.constexpr = 2 * H * K + 2 * HV * V + 2 * HV

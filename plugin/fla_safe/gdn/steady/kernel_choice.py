@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from fla_safe.gdn.backends import Backend
-from fla_safe.gdn.contest import milliseconds, rival
-from fla_safe.gdn.rehearsal import Rows
+from fla_safe.gdn.steady.contest import milliseconds, rival
+from fla_safe.gdn.steady.rehearsal import Rows
 from fla_safe.gdn.variant import MixerVariant
 
 __all__ = ["Timings", "choose_kernels"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fla_safe.gdn.backends import Backend
-from fla_safe.gdn.kernel_choice import Timings
+from fla_safe.gdn.steady.kernel_choice import Timings
 from fla_safe.gdn.variant import MixerVariant
 from fla_safe.runtime import Runtime
 from fla_safe.runtime.artifacts.kept import save_bundle

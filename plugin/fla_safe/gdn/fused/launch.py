@@ -7,11 +7,11 @@ from typing import Any, Final, NamedTuple
 import torch
 import triton
 
-from fla_safe.gdn.fused_in import mixer_in_forward
-from fla_safe.gdn.fused_in_grad import mixer_in_backward
-from fla_safe.gdn.fused_out import gate_backward, mixer_out_backward, mixer_out_forward
-from fla_safe.gdn.fused_sums import add_sums
-from fla_safe.gdn.kernel_grads import KernelGrads
+from fla_safe.gdn.chunk.grads import KernelGrads
+from fla_safe.gdn.fused.inputs import mixer_in_forward
+from fla_safe.gdn.fused.inputs_grad import mixer_in_backward
+from fla_safe.gdn.fused.output import gate_backward, mixer_out_backward, mixer_out_forward
+from fla_safe.gdn.fused.sums import add_sums
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
 

@@ -17,10 +17,10 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from fla_safe.errors import MissingDependencyError
-from fla_safe.gdn.chunk_function import sum_heads
-from fla_safe.gdn.fla_parts import FlaParts, load_parts
-from fla_safe.gdn.kernel_grads import KernelGrads
-from fla_safe.gdn.rebind import rebind
+from fla_safe.gdn.chunk.fla_parts import FlaParts, load_parts
+from fla_safe.gdn.chunk.function import sum_heads
+from fla_safe.gdn.chunk.grads import KernelGrads
+from fla_safe.gdn.chunk.rebind import rebind
 from fla_safe.gdn.segments import CHUNK_SIZE, PackedSegments
 
 __all__ = ["SUPPORTED", "FlaKernel", "Saved", "fla_version", "load", "unsupported_reason"]

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import torch
 
-from fla_safe.gdn.chunk_function import sum_heads
-from fla_safe.gdn.kernel_grads import KernelGrads
-from fla_safe.gdn.rebind import rebind, unwrap
+from fla_safe.gdn.chunk.function import sum_heads
+from fla_safe.gdn.chunk.grads import KernelGrads
+from fla_safe.gdn.chunk.rebind import rebind, unwrap
 from fla_safe.gdn.segments import CHUNK_SIZE
 
 __all__ = ["FlaParts", "digest", "load_parts", "without"]

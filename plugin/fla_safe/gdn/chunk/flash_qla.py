@@ -16,8 +16,8 @@ import torch
 from packaging.version import InvalidVersion, Version
 
 from fla_safe.errors import MissingDependencyError
-from fla_safe.gdn.chunk_function import sum_heads
-from fla_safe.gdn.kernel_grads import KernelGrads
+from fla_safe.gdn.chunk.function import sum_heads
+from fla_safe.gdn.chunk.grads import KernelGrads
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import CHUNK_SIZE, PackedSegments
 

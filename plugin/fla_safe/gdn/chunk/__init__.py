@@ -1,0 +1,1 @@
+"""Chunk kernels: implementations of the gated delta rule behind one interface."""

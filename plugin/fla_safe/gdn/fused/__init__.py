@@ -1,0 +1,1 @@
+"""The whole mixer in a few Triton launches around a chunk kernel."""
