@@ -1,11 +1,12 @@
 """Trains the same model on the same data with ms-swift's GDN layers and with ours: tokens a second, losses, counters.
 
-    python scripts/bench_train.py out --gpus 2               8 layers with the heads of Qwen3.5-35B-A3B
-    python scripts/bench_train.py out --gpus 1 --steps 200   and losses.png
-    python scripts/bench_train.py out --gpus 0 --heads tiny --steps 4    that it runs, with no GPU
+    python scripts/bench_train.py out --gpus 2                             8 layers with the heads of Qwen3.5-35B-A3B
+    python scripts/bench_train.py out --gpus 1 --steps 200                 and losses.png
+    python scripts/bench_train.py out --gpus 0 --heads tiny --steps 200 --length 128 \\
+        --job fla_safe:1 --job default:1 --job default:2 --job fla_safe:2  losses alone, with no GPU
 
 Real `megatron sft` through recipes/tiny/train.sh, one job after the other. Speed is what is left after `--skip` steps,
-which tune, compile and fill caches.
+which tune, compile and fill caches. With no GPU the stock layer calls the plain-torch kernel (tests/distributed).
 """
 
 import json
@@ -60,9 +61,10 @@ class Trained:
         return (len(self.seconds) - skip) * self.tokens / (self.seconds[-1] - self.seconds[skip - 1])
 
 
-def train(implementation: str, out: Path, gpus: int, steps: int, length: int) -> Trained:
-    """Run one job, or read its log if it is there."""
-    folder = out / implementation
+def train(job: str, out: Path, gpus: int, steps: int, length: int) -> Trained:
+    """Run one job, `implementation:tensor parallel size`, or read its log if it is there."""
+    implementation, _, tp = job.partition(":")
+    folder = out / job.replace(":", "_tp")
     if not (folder / "logging.jsonl").is_file():
         environment = {
             **os.environ,
@@ -72,12 +74,16 @@ def train(implementation: str, out: Path, gpus: int, steps: int, length: int) ->
             "GPUS": str(gpus),
             "ITERS": str(steps),
             "GDN_IMPL": implementation,
+            **({"TP": tp, "PP": "1", "EP": tp, "NPROC_PER_NODE": tp} if tp else {}),
         }
-        command = ["bash", str(ROOT / "recipes" / "tiny" / "train.sh"), "--max_length", str(length), "--seed", "0"]
-        with (out / f"{implementation}.log").open("w") as log:
+        flags = ["--max_length", str(length), "--seed", "0"]
+        if implementation == "default" and not gpus:
+            flags += ["--external_plugins", str(ROOT / "tests" / "distributed" / "stock_on_cpu.py")]
+        command = ["bash", str(ROOT / "recipes" / "tiny" / "train.sh"), *flags]
+        with folder.with_suffix(".log").open("w") as log:
             done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
         if done.returncode:
-            raise SystemExit(f"the job with --gdn_impl {implementation} failed, see {out / implementation}.log")
+            raise SystemExit(f"the job {job} failed, see {folder.with_suffix('.log')}")
     return Trained.read(folder / "logging.jsonl", batch=2)
 
 
@@ -105,6 +111,9 @@ def main(
     skip: Annotated[int | None, typer.Option(help="Steps that do not count; default a fifth.")] = None,
     heads: Annotated[Literal["real", "tiny"], typer.Option(help="Sizes of the model.")] = "real",
     length: Annotated[int, typer.Option(help="--max_length: tokens of a pack.")] = 4096,
+    job: Annotated[
+        list[str] | None, typer.Option(help="Implementation, or implementation:TP; default is default and fla_safe.")
+    ] = None,
 ) -> None:
     """Print a table; write results.json and losses.png."""
     out = out.resolve()
@@ -116,25 +125,22 @@ def main(
         subprocess.run(
             [sys.executable, scripts / "make_multimodal_data.py", out / "data", "--samples", samples], check=True
         )
-    # The stock layer has no CPU kernels: with no GPU it is our plain-torch layer that ours is compared with.
-    rivals = ("default", "fla_safe") if gpus else ("torch", "fla_safe")
-    jobs = {name: train(name, out, gpus, steps, length) for name in rivals}
+    jobs = {name: train(name, out, gpus, steps, length) for name in job or ("default", "fla_safe")}
     skip = skip or max(1, steps // 5)
-    print(f"{'':10}{'tokens/s':>10}{'s/step':>9}{'to step 3, s':>14}{'first loss':>12}{'last loss':>11}  counters")
+    print(f"{'':14}{'tokens/s':>10}{'s/step':>9}{'to step 3, s':>14}{'first loss':>12}{'last loss':>11}  counters")
     results = {}
-    for name, job in jobs.items():
-        speed = job.tokens_per_second(skip)
-        third = job.seconds[min(2, len(job.seconds) - 1)]
-        print(
-            f"{name:10}{speed:10.0f}{job.tokens / speed:9.3f}{third:14.1f}{job.losses[0]:12.4f}{job.losses[-1]:11.4f}"
-            f"  {job.counters or '-'}"
-        )
-        results[name] = {"tokens_per_second": speed, "losses": job.losses, "seconds": job.seconds, **job.counters}
-    first, second = jobs.values()
-    apart = max(abs(a - b) / a for a, b in zip(first.losses, second.losses, strict=True))
-    print(
-        f"ratio {second.tokens_per_second(skip) / first.tokens_per_second(skip):.2f}; losses at most {apart:.1e} apart"
-    )
+    for name, trained in jobs.items():
+        speed = trained.tokens_per_second(skip)
+        third = trained.seconds[min(2, len(trained.seconds) - 1)]
+        losses = f"{trained.losses[0]:12.4f}{trained.losses[-1]:11.4f}"
+        pace = f"{speed:10.0f}{trained.tokens / speed:9.3f}{third:14.1f}"
+        print(f"{name:14}{pace}{losses}  {trained.counters or '-'}")
+        results[name] = {"tokens_per_second": speed, "losses": trained.losses, "seconds": trained.seconds}
+    first = next(iter(jobs.values()))
+    for name, trained in list(jobs.items())[1:]:
+        apart = max(abs(a - b) / a for a, b in zip(first.losses, trained.losses, strict=True))
+        ratio = trained.tokens_per_second(skip) / first.tokens_per_second(skip)
+        print(f"{name}: {ratio:.2f} times the tokens/s of the first, losses at most {apart:.1e} apart")
     (out / "results.json").write_text(json.dumps(results, indent=1))
     try:
         plot(jobs, out / "losses.png")
