@@ -29,7 +29,10 @@ def on_ranks(module: str, function: str, ranks: int, *, timeout: float = 180, **
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--no-python"]
         + [sys.executable, "-W", "ignore", "-c", code, module, function],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)} | environment,
+        # Unbuffered output would let the lines of two ranks run into one.
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "PYTHONPATH": str(Path(__file__).parent)}
+        | environment,
         text=True,
         capture_output=True,
         timeout=timeout,

@@ -26,7 +26,7 @@ from fla_safe.settings import Settings
 
 __all__ = ["take_over", "warm_up"]
 
-TABLES = Path(__file__).parents[1] / "tables"
+TABLES = Path(__file__).parents[2] / "tables"
 
 
 def take_over(settings: Settings) -> Runtime:
