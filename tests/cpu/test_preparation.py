@@ -101,10 +101,10 @@ def test_a_terminal_shows_the_kernel_and_a_file_gets_lines() -> None:
 
 
 def test_shipped_tables_are_whole_and_are_found_by_jobs() -> None:
-    from fla_safe.gdn.steady.warmup import TABLES
     from fla_safe.runtime.tuning.decisions import DecisionTable
+    from fla_safe.tables import shipped_tables
 
-    files = sorted(TABLES.glob("*.json"))
+    files = shipped_tables()
     assert files
     for file in files:
         table = DecisionTable.load(file, source="shipped")
@@ -114,3 +114,16 @@ def test_shipped_tables_are_whole_and_are_found_by_jobs() -> None:
         for key in table:
             assert key.kernel.startswith("fla.")
             assert table.entry(key).median_us, "measured, not made up"
+
+
+def test_the_doctor_and_jobs_look_for_tables_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from fla_safe.doctor import checks
+    from fla_safe.runtime.tuning.decisions import DecisionTable
+    from fla_safe.tables import shipped_tables
+
+    stamp = DecisionTable.load(shipped_tables()[0]).stamp
+    found = checks.shipped_table(SimpleNamespace(stamp=stamp))  # type: ignore[arg-type]
+    assert found.level == "ok"
+    assert shipped_tables()[0].name in found.seen

@@ -18,6 +18,7 @@ from fla_safe.runtime.artifacts.roots import (
     require_own_directory,
 )
 from fla_safe.runtime.tuning.decisions import DecisionTable, TableError
+from fla_safe.tables import shipped_tables
 
 __all__ = ["CHECKS"]
 
@@ -262,7 +263,7 @@ def shipped_table(env: Environment) -> Finding:
     """A table that came with the package spares the first job its tuning."""
     if env.stamp.arch == "cpu":
         return good("no tuning without a GPU")
-    for path in sorted((Path(__file__).parent / "tables").glob("*.json")):
+    for path in shipped_tables():
         try:
             stamp = DecisionTable.load(path).stamp
         except TableError as error:

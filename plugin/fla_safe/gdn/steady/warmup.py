@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -23,10 +22,9 @@ from fla_safe.runtime.tuning.keys import TuningKey
 from fla_safe.runtime.tuning.outside import OutsideTuning
 from fla_safe.runtime.tuning.settle import Check
 from fla_safe.settings import Settings
+from fla_safe.tables import shipped_tables
 
 __all__ = ["take_over", "warm_up"]
-
-TABLES = Path(__file__).parents[2] / "tables"
 
 
 def take_over(settings: Settings) -> Runtime:
@@ -44,7 +42,7 @@ def take_over(settings: Settings) -> Runtime:
             isolate=True,
             cache_root=settings.cache_root,
             bundle=settings.bundle,
-            tables=sorted(TABLES.glob("*.json")),
+            tables=shipped_tables(),
         )
     )
     if runtime.store is not None:
