@@ -76,7 +76,7 @@ def train(job: str, out: Path, gpus: int, steps: int, length: int) -> Trained:
             "GDN_IMPL": implementation,
             **({"TP": tp, "PP": "1", "EP": tp, "NPROC_PER_NODE": tp} if tp else {}),
         }
-        flags = ["--max_length", str(length), "--seed", "0"]
+        flags = ["--max_length", str(length)]
         if implementation == "default" and not gpus:
             flags += ["--external_plugins", str(ROOT / "tests" / "distributed" / "stock_on_cpu.py")]
         command = ["bash", str(ROOT / "recipes" / "tiny" / "train.sh"), *flags]
