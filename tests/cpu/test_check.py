@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("megatron.core", reason="the megatron floor needs megatron-core")
 
 from checked_layers import HIDDEN, OFFSETS, Model
-from fla_safe.diagnosis import watch as watching
+from fla_safe.diagnosis import call as watching
 from fla_safe.diagnosis.finding import Finding, NonFiniteError
 from fla_safe.diagnosis.watch import Watch
 from fla_safe.gdn.mixer import mixer

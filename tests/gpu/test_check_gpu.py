@@ -19,7 +19,7 @@ pytestmark = [
 
 if torch.cuda.is_available():
     from checked_layers import HIDDEN, LAYOUTS, Model
-    from fla_safe.diagnosis import watch as watching
+    from fla_safe.diagnosis import call as watching
     from fla_safe.diagnosis.finding import NonFiniteError
     from fla_safe.diagnosis.record import PARAMETERS, Record, read
     from fla_safe.diagnosis.replay import replay
