@@ -1,25 +1,30 @@
-"""Trains the same model on the same data with ms-swift's GDN layers and with ours: tokens a second, losses, counters.
+"""Trains the same model on the same data, stock or ours, at any parallel layouts: speed, start, losses, gradients.
 
     python scripts/bench_train.py out --gpus 2                             8 layers with the heads of Qwen3.5-35B-A3B
     python scripts/bench_train.py out --gpus 1 --steps 200                 and losses.png
-    python scripts/bench_train.py out --gpus 0 --heads tiny --steps 200 --length 128 \\
-        --job fla_safe:1 --job default:1 --job default:2 --job fla_safe:2  losses alone, with no GPU
+    python scripts/bench_train.py out --gpus 2 --steps 20 --gradients --job fla_safe:tp1 --job default:tp1 \\
+        --job fla_safe:tp2-ep2 --job default:tp2-ep2 --job fla_safe:pp2 --job fla_safe:cp2
+    python scripts/bench_train.py out --gpus 0 --heads tiny --steps 200 --length 128 --job fla_safe:tp1 \\
+        --job default:tp1
 
-Real `megatron sft` through recipes/tiny/train.sh, one job after the other. Speed is what is left after `--skip` steps,
-which tune, compile and fill caches. With no GPU the stock layer calls the plain-torch kernel (tests/distributed).
+Real `megatron sft` through recipes/tiny/train.sh, one job after the other; everything is compared with the first job.
+Speed is what is left after `--skip` steps, which tune, compile and fill caches. With no GPU the stock layer calls the
+plain-torch kernel (tests/distributed/stock_on_cpu.py). Flags after `--` go to `megatron sft`.
 """
 
 import json
-import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
+from training_job import ROOT, Job, JobError, Trained
+
 SHAPES = {
     "tiny": (),
     "real": ("--hidden", "2048", "--key-heads", "16", "--value-heads", "32", "--gdn-dim", "128", "--layers", "8")
@@ -28,63 +33,57 @@ SHAPES = {
 """Arguments of make_tiny_model.py."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """One job's log.
-
-    Attributes:
-        seconds: since the first step, at the end of each step.
-        losses: of each step.
-        tokens: of a step.
-        counters: `gdn/*` of the last step.
-    """
-
-    seconds: tuple[float, ...]
-    losses: tuple[float, ...]
-    tokens: float
-    counters: dict[str, float]
-
-    @classmethod
-    def read(cls, log: Path, batch: int) -> "Trained":
-        """From ms-swift's logging.jsonl; `batch` packs to a step."""
-        records = [json.loads(line) for line in log.read_text().splitlines()]
-        steps = [record for record in records if "train_speed(s/it)" in record]
-        lengths = next(record["train_dataset"] for record in records if "train_dataset" in record)
-        # ms-swift logs the mean time of all steps so far.
-        seconds = tuple(record["train_speed(s/it)"] * (i + 1) for i, record in enumerate(steps))
-        counters = {name: value for name, value in steps[-1].items() if name.startswith("gdn/")}
-        tokens = batch * float(lengths.split("±")[0])
-        return cls(seconds, tuple(record["loss"] for record in steps), tokens, counters)
-
-    def tokens_per_second(self, skip: int) -> float:
-        """After the first `skip` steps."""
-        return (len(self.seconds) - skip) * self.tokens / (self.seconds[-1] - self.seconds[skip - 1])
+def speeds(jobs: dict[str, Trained], skip: int) -> Table:
+    """Start, speed, losses and counters of each job."""
+    first = next(iter(jobs.values()))
+    table = Table("", "to step 1, s", "to step 3, s", "tokens/s", "ratio", "drift", "last loss", "apart", "counters")
+    for name, job in jobs.items():
+        speed = job.tokens_per_second(skip)
+        apart = max(abs(a - b) / a for a, b in zip(first.losses, job.losses, strict=True))
+        counted = "-" if job.counters is None else str({k: v for k, v in job.counters.items() if v} or "all 0")
+        table.add_row(
+            name,
+            f"{job.arrivals[0]:.1f}",
+            f"{job.arrivals[min(2, len(job.arrivals) - 1)]:.1f}",
+            f"{speed:.0f}",
+            f"{speed / first.tokens_per_second(skip):.2f}",
+            f"{job.drift(skip):.3f}",
+            f"{job.losses[-1]:.4f}",
+            f"{apart:.1e}",
+            f"{counted}, {len(job.tables)} table(s)" if job.tables else counted,
+        )
+    return table
 
 
-def train(job: str, out: Path, gpus: int, steps: int, length: int) -> Trained:
-    """Run one job, `implementation:tensor parallel size`, or read its log if it is there."""
-    implementation, _, tp = job.partition(":")
-    folder = out / job.replace(":", "_tp")
-    if not (folder / "logging.jsonl").is_file():
-        environment = {
-            **os.environ,
-            "MODEL": str(out / "model"),
-            "DATA": str(out / "data" / "train.jsonl"),
-            "OUTPUT": str(folder),
-            "GPUS": str(gpus),
-            "ITERS": str(steps),
-            "GDN_IMPL": implementation,
-            **({"TP": tp, "PP": "1", "EP": tp, "NPROC_PER_NODE": tp} if tp else {}),
+def norm_ratios(jobs: dict[str, Trained]) -> dict[str, dict[str, float]]:
+    """Job -> norm parameter -> its gradient projected on the first job's: 1 where they agree, 2 where it is doubled."""
+    import torch
+
+    probed = {name: torch.load(job.gradients) for name, job in jobs.items() if job.gradients}
+    if len(probed) < 2:
+        return {}
+    (_, reference), *others = probed.items()
+    return {
+        name: {
+            parameter: float((gradients[parameter] * wanted).sum() / (wanted * wanted).sum())
+            for parameter, wanted in reference.items()
+            if "norm" in parameter and float(wanted.norm())
         }
-        flags = ["--max_length", str(length)]
-        if implementation == "default" and not gpus:
-            flags += ["--external_plugins", str(ROOT / "tests" / "distributed" / "stock_on_cpu.py")]
-        command = ["bash", str(ROOT / "recipes" / "tiny" / "train.sh"), *flags]
-        with folder.with_suffix(".log").open("w") as log:
-            done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-        if done.returncode:
-            raise SystemExit(f"the job {job} failed, see {folder.with_suffix('.log')}")
-    return Trained.read(folder / "logging.jsonl", batch=2)
+        for name, gradients in others
+    }
+
+
+def norm_table(ratios: dict[str, dict[str, float]]) -> Table:
+    """Smallest and largest ratio of each kind of norm."""
+    table = Table("gradient of step 1 / the first job's", *ratios)
+    kinds: dict[str, dict[str, list[float]]] = {}
+    for job, parameters in ratios.items():
+        for parameter, ratio in parameters.items():
+            kind = ".".join("*" if part.isdigit() else part for part in parameter.split("."))
+            kinds.setdefault(kind, {}).setdefault(job, []).append(ratio)
+    for kind, found in sorted(kinds.items()):
+        table.add_row(kind, *(f"{min(found[job]):.3f} to {max(found[job]):.3f}" for job in ratios))
+    return table
 
 
 def plot(jobs: dict[str, Trained], path: Path) -> None:
@@ -104,43 +103,49 @@ def plot(jobs: dict[str, Trained], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def make(out: Path, heads: str, steps: int, length: int) -> None:
+    """Model and data, once."""
+    makers: dict[str, list[Any]] = {
+        "model": ["make_tiny_model.py", out / "model", *SHAPES[heads]],
+        "data": [
+            *("make_multimodal_data.py", out / "data", "--samples"),
+            min(20000, 8 * steps + length // 16 * steps // 50 + 100),
+        ],
+    }
+    for folder, (script, *arguments) in makers.items():
+        if not (out / folder).is_dir():
+            command = [sys.executable, ROOT / "scripts" / script, *arguments]
+            subprocess.run([str(part) for part in command], check=True)
+
+
 def main(
     out: Annotated[Path, typer.Argument(help="Folder for model, data, logs and results.")],
+    more: Annotated[list[str] | None, typer.Argument(help="Flags of `megatron sft`, after --.")] = None,
     gpus: Annotated[int, typer.Option(help="0, 1, 2 or 4; sizes as in recipes/tiny.")] = 2,
     steps: Annotated[int, typer.Option(min=2, help="Of each job.")] = 50,
     skip: Annotated[int | None, typer.Option(help="Steps that do not count; default a fifth.")] = None,
     heads: Annotated[Literal["real", "tiny"], typer.Option(help="Sizes of the model.")] = "real",
     length: Annotated[int, typer.Option(help="--max_length: tokens of a pack.")] = 4096,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Compare the norms' gradients of step 1.")] = False,
     job: Annotated[
-        list[str] | None, typer.Option(help="Implementation, or implementation:TP; default is default and fla_safe.")
+        list[str] | None, typer.Option(help="Implementation, or implementation:tp2-pp2; default: default, fla_safe.")
     ] = None,
 ) -> None:
-    """Print a table; write results.json and losses.png."""
+    """Print tables; write results.json and losses.png."""
     out = out.resolve()
-    scripts = ROOT / "scripts"
-    if not (out / "model").is_dir():
-        subprocess.run([sys.executable, scripts / "make_tiny_model.py", out / "model", *SHAPES[heads]], check=True)
-    if not (out / "data").is_dir():
-        samples = str(min(20000, 8 * steps + length // 16 * steps // 50 + 100))
-        subprocess.run(
-            [sys.executable, scripts / "make_multimodal_data.py", out / "data", "--samples", samples], check=True
-        )
-    jobs = {name: train(name, out, gpus, steps, length) for name in job or ("default", "fla_safe")}
-    skip = skip or max(1, steps // 5)
-    print(f"{'':14}{'tokens/s':>10}{'s/step':>9}{'to step 3, s':>14}{'first loss':>12}{'last loss':>11}  counters")
-    results = {}
-    for name, trained in jobs.items():
-        speed = trained.tokens_per_second(skip)
-        third = trained.seconds[min(2, len(trained.seconds) - 1)]
-        losses = f"{trained.losses[0]:12.4f}{trained.losses[-1]:11.4f}"
-        pace = f"{speed:10.0f}{trained.tokens / speed:9.3f}{third:14.1f}"
-        print(f"{name:14}{pace}{losses}  {trained.counters or '-'}")
-        results[name] = {"tokens_per_second": speed, "losses": trained.losses, "seconds": trained.seconds}
-    first = next(iter(jobs.values()))
-    for name, trained in list(jobs.items())[1:]:
-        apart = max(abs(a - b) / a for a, b in zip(first.losses, trained.losses, strict=True))
-        ratio = trained.tokens_per_second(skip) / first.tokens_per_second(skip)
-        print(f"{name}: {ratio:.2f} times the tokens/s of the first, losses at most {apart:.1e} apart")
+    try:
+        wanted = [Job.parse(name) for name in job or ("default", "fla_safe")]
+        make(out, heads, steps, length)
+        jobs = {each.name: each.run(out, gpus, steps, length, gradients, more or ()) for each in wanted}
+    except JobError as error:
+        print(f"bench_train: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(speeds(jobs, skip or max(1, steps // 5)))
+    ratios = norm_ratios(jobs) if gradients else {}
+    if ratios:
+        console.print(norm_table(ratios))
+    results = {name: {**asdict(trained), "gradients": ratios.get(name)} for name, trained in jobs.items()}
     (out / "results.json").write_text(json.dumps(results, indent=1))
     try:
         plot(jobs, out / "losses.png")
