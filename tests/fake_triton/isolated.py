@@ -4,7 +4,7 @@
     def test_something(gpu, state): ...     # parametrised values must be JSON; `gpu` is the installed FakeGpu
 
 In the child the plain function is imported by name and called. Environment variables and directories for `sys.path`
-come from the decorator's or the test's `environ` and `path`.
+come from the test's `environ` and `path`; FLA_SAFE_TEST_CODEGEN=real in `environ` compiles for sm_90.
 """
 
 import functools
@@ -21,6 +21,7 @@ from typing import Any
 __all__ = ["child", "isolated", "versions_from"]
 
 _CHILD = "FLA_SAFE_TEST_CHILD"
+_CODEGEN = "FLA_SAFE_TEST_CODEGEN"
 _HERE = Path(__file__).resolve().parent.parent
 
 
@@ -100,7 +101,7 @@ def _main() -> None:
     try:
         from fake_triton import install
 
-        gpu = install("record")
+        gpu = install("record", real_codegen=os.environ.get(_CODEGEN) == "real")
         sys.path.insert(0, request["directory"])
         function = getattr(importlib.import_module(request["module"]), request["name"])
         getattr(function, "__wrapped__", function)(gpu, **request["kwargs"])
