@@ -69,14 +69,20 @@ def _call_back(name: str, module: ModuleType) -> None:
     except Exception as error:
         if _flag_is_wanted():
             raise
-        sys.stderr.write(f"fla_safe: --gdn_impl is not available: {error}\n")
+        _say(f"--gdn_impl is not available: {error}")
 
 
 def _flag_is_wanted() -> bool:
-    # ms-swift passes the arguments of Ray workers in RAY_SWIFT_ARGS (a JSON list) instead of argv.
-    return "--gdn_impl" in os.environ.get("RAY_SWIFT_ARGS", "") or any(
-        argument.split("=", 1)[0] == "--gdn_impl" for argument in sys.argv
-    )
+    # argparse also takes `--gdn-impl`, `--gdn_impl=...` and abbreviations. ms-swift passes the arguments of Ray workers in
+    # RAY_SWIFT_ARGS (a JSON list) instead of argv.
+    given = f"{os.environ.get('RAY_SWIFT_ARGS', '')} {' '.join(getattr(sys, 'argv', []))}"
+    return "--gdn" in given
+
+
+def _say(text: str) -> None:
+    # A process that was started with its standard error closed has none.
+    if sys.stderr is not None:
+        sys.stderr.write(f"fla_safe: {text}\n")
 
 
 def _trace(directory: str) -> None:
@@ -87,7 +93,7 @@ def _trace(directory: str) -> None:
         modules = import_module("fla_safe.trace.launches").MODULES
         CALLBACKS.update(dict.fromkeys(modules, ("fla_safe.trace.launches", "attach")))
     except Exception as error:
-        sys.stderr.write(f"fla_safe: this process is not traced: {error}\n")
+        _say(f"this process is not traced: {error}")
 
 
 def install() -> None:
@@ -109,7 +115,7 @@ def install() -> None:
         if os.environ.get("FLA_SAFE_CPU") == "1":
             import_module("fla_safe.cpu").activate()
     except Exception as error:
-        sys.stderr.write(f"fla_safe: autoload did not finish, --gdn_impl is not available: {error}\n")
+        _say(f"autoload did not finish, --gdn_impl is not available: {error}")
         _refuse_the_flag(error)
 
 

@@ -61,6 +61,14 @@ def test_works_from_a_target_directory_on_pythonpath(copy: Path) -> None:
     assert done.stdout.strip() == str(copy / "fla_safe" / "__init__.py")
 
 
+def test_a_damaged_install_cannot_break_import_torch_without_standard_error(copy: Path) -> None:
+    (copy / "fla_safe" / "cpu" / "__init__.py").write_text("raise ValueError('broken')")
+    command = f"exec {sys.executable} -c \"import torch; print('fine')\" 2>&-"
+    env = os.environ | {"PYTHONPATH": str(copy), "FLA_SAFE_CPU": "1"}
+    done = subprocess.run(["sh", "-c", command], env=env, text=True, stdout=subprocess.PIPE, check=False)
+    assert done.stdout.strip() == "fine"
+
+
 @pytest.mark.parametrize("damage", ["everything else is missing", "the CPU stand-in raises"])
 def test_a_damaged_install_cannot_break_import_torch(copy: Path, damage: str) -> None:
     if damage == "everything else is missing":
@@ -119,9 +127,21 @@ def test_the_argument_class_gets_the_field_and_keeps_its_identity() -> None:
     assert ast.literal_eval(done.stdout) == {"iterations": 1} | added, done.stderr
 
 
-def test_an_unknown_ms_swift_is_refused_when_the_flag_is_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        pytest.param(["--gdn_impl", "fla_safe"], {}, id="as documented"),
+        pytest.param(["--gdn_impl=fla_safe"], {}, id="with an equals sign"),
+        pytest.param(["--gdn-impl", "fla_safe"], {}, id="with hyphens"),
+        pytest.param(["--gdn_i", "fla_safe"], {}, id="abbreviated"),
+        pytest.param([], {"RAY_SWIFT_ARGS": '["--gdn-impl", "fla_safe"]'}, id="in a Ray worker"),
+    ],
+)
+def test_an_unknown_ms_swift_is_refused_when_the_flag_is_asked_for(
+    arguments: list[str], environment: dict[str, str]
+) -> None:
     code = FAKE_SWIFT.replace("{define}", "pass")
-    done = python(code, "--gdn_impl", "fla_safe", "--ignore_args_error", "true")
+    done = python(code, *arguments, "--ignore_args_error", "true", **environment)
     assert done.returncode != 0
     assert "UnsupportedSwiftError" in done.stderr
     assert "ms-swift>=4.5,<4.7" in done.stderr
