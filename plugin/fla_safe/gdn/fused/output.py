@@ -10,27 +10,55 @@ __all__ = ["gate_backward", "mixer_out_backward", "mixer_out_forward"]
 
 @triton.jit
 def _locate(
-    n,
-    t,
+    first,
     batch,
     total,
+    used,
     BATCH: tl.constexpr,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Offsets `[rows, BV]` of (token, head) pairs `n` = t * HV + head in `o`, in the output, and of z in `proj`."""
+    """Where `ROWS` (token, head) pairs `n` = t * HV + head from `first` on lie, `[ROWS, BV]` each.
+
+    Offsets in `o`, in the output, and of z in `proj`; which elements exist, and which of them lie before row `used`.
+    """
     P: tl.constexpr = 2 * H * K + 2 * HV * V + 2 * HV
-    cols = tl.arange(0, BV)[None, :]
+    n = (first + tl.arange(0, ROWS))[:, None]
+    t = n // HV
     head = n % HV
+    cols = tl.arange(0, BV)[None, :]
     far = t.to(tl.int64)
     in_o = (batch.to(tl.int64) * total * HV + n) * V + cols
     in_out = ((far * BATCH + batch) * HV + head) * V + cols
     in_z = (far * BATCH + batch) * P + z_columns(head, H, HV, K, V, INTERLEAVED) + cols
-    return in_o, in_out, in_z
+    inside = t < total
+    valid = t < used
+    if V != BV:
+        inside = inside & (cols < V)
+        valid = valid & (cols < V)
+    return in_o, in_out, in_z, inside, valid
+
+
+@triton.jit
+def _load_weight(norm_weight, V: tl.constexpr, BV: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """The norm's factor `[1, BV]`."""
+    cols = tl.arange(0, BV)[None, :]
+    weight = tl.load(norm_weight + cols, mask=cols < V, other=0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    return weight
+
+
+@triton.jit
+def _normalise(x, eps, V: tl.constexpr):
+    """`x` over its root mean square, and one over that."""
+    r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / V) + eps)
+    return x * r, r
 
 
 @triton.jit(do_not_specialize=["total", "used"], do_not_specialize_on_alignment=["norm_weight"])
@@ -56,23 +84,13 @@ def mixer_out_forward(
 
     `o` `[BATCH, total, HV, V]`, `proj` `[total, BATCH, P]`, `out` `[total, BATCH, HV * V]`.
     """
-    batch = tl.program_id(1)
-    n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    t = n // HV
-    in_o, in_out, in_z = _locate(n, t, batch, total, BATCH, H, HV, K, V, BV, INTERLEAVED)
-    cols = tl.arange(0, BV)[None, :]
-    inside = t < total
-    valid = t < used
-    if V != BV:
-        inside = inside & (cols < V)
-        valid = valid & (cols < V)
+    in_o, in_out, in_z, inside, valid = _locate(
+        tl.program_id(0) * ROWS, tl.program_id(1), total, used, BATCH, H, HV, K, V, BV, ROWS, INTERLEAVED
+    )
     x = tl.load(o + in_o, mask=valid, other=0.0).to(tl.float32)
     z = tl.load(proj + in_z, mask=valid, other=0.0).to(tl.float32)
-    weight = tl.load(norm_weight + cols, mask=cols < V, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        weight += 1.0
-    r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / V) + eps)
-    y = x * r * weight * (z * sigmoid(z))
+    x, _ = _normalise(x, eps, V)
+    y = x * _load_weight(norm_weight, V, BV, ZERO_CENTERED) * (z * sigmoid(z))
     tl.store(out + in_out, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -103,26 +121,17 @@ def mixer_out_backward(
     Shapes as in `mixer_out_forward`; `do` as `o`, `dout` as `out`.
     """
     batch = tl.program_id(1)
-    cols = tl.arange(0, BV)[None, :]
-    weight = tl.load(norm_weight + cols, mask=cols < V, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        weight += 1.0
+    weight = _load_weight(norm_weight, V, BV, ZERO_CENTERED)
     dweight = tl.zeros([ROWS, BV], tl.float32)
     begin = tl.program_id(0) * (ROWS * STEPS)
     for i in range(0, STEPS):
-        n = (begin + i * ROWS + tl.arange(0, ROWS))[:, None]
-        t = n // HV
-        in_o, in_out, in_z = _locate(n, t, batch, total, BATCH, H, HV, K, V, BV, INTERLEAVED)
-        inside = t < total
-        valid = t < used
-        if V != BV:
-            inside = inside & (cols < V)
-            valid = valid & (cols < V)
+        in_o, in_out, in_z, inside, valid = _locate(
+            begin + i * ROWS, batch, total, used, BATCH, H, HV, K, V, BV, ROWS, INTERLEAVED
+        )
         x = tl.load(o + in_o, mask=valid, other=0.0).to(tl.float32)
         z = tl.load(proj + in_z, mask=valid, other=0.0).to(tl.float32)
         dy = tl.load(dout + in_out, mask=valid, other=0.0).to(tl.float32)
-        r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / V) + eps)
-        x = x * r
+        x, r = _normalise(x, eps, V)
         dy = dy * (z * sigmoid(z))
         dweight += dy * x
         dx = dy * weight
@@ -158,23 +167,13 @@ def gate_backward(
     Apart from `mixer_out_backward`, though both read the same: so `dproj`, the largest tensor of the backward pass,
     need not be there while the chunk kernel holds its intermediates.
     """
-    batch = tl.program_id(1)
-    n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    t = n // HV
-    in_o, in_out, in_z = _locate(n, t, batch, total, BATCH, H, HV, K, V, BV, INTERLEAVED)
-    cols = tl.arange(0, BV)[None, :]
-    inside = t < total
-    valid = t < used
-    if V != BV:
-        inside = inside & (cols < V)
-        valid = valid & (cols < V)
+    in_o, in_out, in_z, inside, valid = _locate(
+        tl.program_id(0) * ROWS, tl.program_id(1), total, used, BATCH, H, HV, K, V, BV, ROWS, INTERLEAVED
+    )
     x = tl.load(o + in_o, mask=valid, other=0.0).to(tl.float32)
     z = tl.load(proj + in_z, mask=valid, other=0.0).to(tl.float32)
     dy = tl.load(dout + in_out, mask=valid, other=0.0).to(tl.float32)
-    weight = tl.load(norm_weight + cols, mask=cols < V, other=0.0).to(tl.float32)
-    if ZERO_CENTERED:
-        weight += 1.0
-    r = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) * (1.0 / V) + eps)
+    x, _ = _normalise(x, eps, V)
     s = sigmoid(z)
-    dz = dy * (x * r) * weight * (s + z * s * (1.0 - s))
+    dz = dy * x * _load_weight(norm_weight, V, BV, ZERO_CENTERED) * (s + z * s * (1.0 - s))
     tl.store(dproj + in_z, dz.to(dproj.dtype.element_ty), mask=inside)
