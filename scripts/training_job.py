@@ -55,7 +55,7 @@ class Job:
 
     def environment(self) -> dict[str, str]:
         """Variables of the recipe."""
-        variables = {"GDN_IMPL": self.implementation}
+        variables: dict[str, str] = {"GDN_IMPL": self.implementation}
         if self.sizes:
             tp, pp, ep, cp = (self.sizes.get(size, 1) for size in SIZES)
             variables |= {"TP": str(tp), "PP": str(pp), "EP": str(ep), "NPROC_PER_NODE": str(pp * max(tp * cp, ep))}
