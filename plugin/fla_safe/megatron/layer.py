@@ -97,12 +97,18 @@ class SafeForward:
 
         Raises:
             OffsetsError, ContextParallelError: see `packing_for`.
-            UnsupportedLayerError: an inference context was given.
+            UnsupportedLayerError: an inference context was given, or more than two arguments by position.
         """
         if inference_context is not None or inference_params is not None:
             raise UnsupportedLayerError(
                 "an inference context", "training or evaluation on whole sequences", "export the model and serve it"
             )
+        if any(argument is not None for argument in args):
+            # The two Megatron classes order them differently: one library's pack is the other's attention bias.
+            raise UnsupportedLayerError(
+                f"{2 + len(args)} arguments by position", "two, all others by name", "pass packed_seq_params= by name"
+            )
+        self._wait_for_parameters()
         proj = self._project_in(hidden_states)
         with self.section:
             mixed = self._mixed(proj, packed_seq_params)
@@ -134,6 +140,16 @@ class SafeForward:
     def kernel_in_use(self) -> str | None:
         """Name of the backend that ran, None before the first forward pass."""
         return None if self._backend is None else self._backend.name
+
+    def _wait_for_parameters(self) -> None:
+        """Wait for the weights of the modules that are read and never called.
+
+        With `overlap_param_gather` Megatron's hooks do that, each before its module runs.
+        """
+        for module in (self.conv1d, self.out_norm):
+            for hook in module._forward_pre_hooks.values():
+                if hook.__module__ == "megatron.core.distributed.distributed_data_parallel":
+                    hook(module, ())
 
     def _project_in(self, hidden_states: torch.Tensor) -> torch.Tensor:
         proj, _ = self.in_proj(hidden_states)
@@ -210,6 +226,12 @@ class SafeForward:
         if getattr(self.config, "cp_partition_mode", "zigzag") != "zigzag" and self.cp_size > 1:
             raise UnsupportedLayerError(
                 f"cp_partition_mode {self.config.cp_partition_mode!r}", "zigzag", "drop --cp_partition_mode"
+            )
+        if getattr(self.config, "hybrid_context_parallel", False):
+            raise UnsupportedLayerError(
+                "hybrid_context_parallel, which gives each micro-batch its own context-parallel group",
+                "one group for all",
+                "switch it off, and use --context_parallel_size",
             )
         ranks = self.tp_size * self.cp_size
         if self.num_key_heads % ranks or self.num_value_heads % ranks:
