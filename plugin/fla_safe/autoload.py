@@ -73,8 +73,8 @@ def _call_back(name: str, module: ModuleType) -> None:
 
 
 def _flag_is_wanted() -> bool:
-    # argparse also takes `--gdn-impl`, `--gdn_impl=...` and abbreviations. ms-swift passes the arguments of Ray workers in
-    # RAY_SWIFT_ARGS (a JSON list) instead of argv.
+    # argparse also takes `--gdn-impl`, `--gdn_impl=...` and abbreviations. ms-swift passes the arguments of Ray workers
+    # in RAY_SWIFT_ARGS (a JSON list) instead of argv.
     given = f"{os.environ.get('RAY_SWIFT_ARGS', '')} {' '.join(getattr(sys, 'argv', []))}"
     return "--gdn" in given
 

@@ -45,6 +45,7 @@ print("known")
 
 CHECK = """
 import contextlib, types
+import torch
 from unittest import mock
 from fla_safe.gdn.mixer import mixer
 from fla_safe.megatron import bridge
@@ -111,11 +112,43 @@ with tempfile.TemporaryDirectory() as folder:
 print("logs", json.dumps([logs, plotted, logged]))
 """
 
+FREEZE = """
+mock.patch.stopall()
+from fla_safe.megatron.warmup import Workload
+from fla_safe.settings import Settings
+
+def job(**given):
+    plain = {"micro_batch_size": 2, "padding_free": True, "max_length": 100, "packing_length": None, "rlhf_type": None}
+    return types.SimpleNamespace(**(plain | given))
+
+half = torch.float16
+assert freeze.workload_of(job(), half) == Workload(200, 1, True, half)
+assert freeze.workload_of(job(packing_length=80), half) == Workload(160, 1, True, half)
+assert freeze.workload_of(job(padding_free=False), half) == Workload(100, 2, False, half)
+for pairs in ("dpo", "rm"):
+    assert freeze.workload_of(job(rlhf_type=pairs), half) == Workload(400, 1, True, half)
+    assert freeze.workload_of(job(rlhf_type=pairs, padding_free=False), half) == Workload(100, 4, False, half)
+print("rows")
+
+class Full(Exception): ...
+mock.patch("torch.cuda.is_available", lambda: True).start()
+mock.patch("torch.OutOfMemoryError", Full).start()
+mock.patch.object(freeze, "reach_steady_state", mock.Mock(side_effect=Full("40 GB"))).start()
+model = types.SimpleNamespace(config=types.SimpleNamespace(params_dtype=half))
+for exported in ("to_hf", "to_mcore"):
+    freeze.freeze_kernels(job(**{exported: True}), [model], Settings("fla_safe"))
+print("exported")
+try:
+    freeze.freeze_kernels(job(), [model], Settings("fla_safe"))
+except freeze.WarmUpMemoryError as error:
+    print(error)
+"""
+
 
 @pytest.fixture(scope="module")
 def said() -> list[str]:
     """What the scripts print; in one process, because importing ms-swift takes long."""
-    return run(COMMANDS + CHECK + LOGS, PYTHONPATH=str(Path(__file__).parents[1])).splitlines()
+    return run(COMMANDS + CHECK + LOGS + FREEZE, PYTHONPATH=str(Path(__file__).parents[1])).splitlines()
 
 
 def test_every_megatron_command_knows_the_flags(said: list[str]) -> None:
@@ -125,6 +158,18 @@ def test_every_megatron_command_knows_the_flags(said: list[str]) -> None:
 def test_the_check_is_put_on_built_models_and_follows_the_steps(said: list[str]) -> None:
     assert "followed" in said
     assert any("--gdn_check every with ms-swift's own GDN layers" in line for line in said)
+
+
+def test_the_warm_up_knows_the_rows_of_every_kind_of_job(said: list[str]) -> None:
+    assert "rows" in said
+
+
+def test_an_export_does_not_warm_up(said: list[str]) -> None:
+    assert "exported" in said
+
+
+def test_rows_that_do_not_fit_in_the_warm_up_are_named(said: list[str]) -> None:
+    assert any("rows of 200 tokens runs out of memory (40 GB)" in line and "--max_length" in line for line in said)
 
 
 def test_counters_reach_the_log_tensorboard_and_wandb(said: list[str]) -> None:
@@ -156,6 +201,13 @@ FAILURES = {
         "USE_MCORE_GDN=0",
     ),
     "model type without GDN": ("bridge.safe_layers('gpt', ours)", "NoGdnLayersError", "no GDN layers"),
+    "a library other than mcore-bridge": (
+        "from fla_safe.swift import model\n"
+        "given = {'gdn_impl': 'fla_safe', 'bridge_backend': 'megatron-bridge', 'megatron_model_meta': None}\n"
+        "model._wrap(None)(types.SimpleNamespace(**given), None)",
+        "SettingsError",
+        "--bridge_backend megatron-bridge",
+    ),
     "built model without GDN": (
         "config = types.SimpleNamespace(linear_attention_freq=None, experimental_attention_variant=None)\n"
         "model = torch.nn.Module(); model.config = config\n"

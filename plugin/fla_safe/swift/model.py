@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fla_safe.settings import Settings
+from fla_safe.settings import Settings, SettingsError
 
 __all__ = ["register"]
 
@@ -24,15 +24,8 @@ def register(module: ModuleType) -> None:
 def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[torch.nn.Module]]:
     @wraps(build)
     def get_mcore_model(args: Any, hf_config: Any) -> list[torch.nn.Module]:
-        settings = Settings.read(
-            getattr(args, "gdn_impl", "default"),
-            kernel=getattr(args, "gdn_kernel", "auto"),
-            guard=getattr(args, "gdn_guard", "warn"),
-            check=getattr(args, "gdn_check", "off"),
-            bundle=getattr(args, "gdn_bundle", None),
-            cache_root=getattr(args, "gdn_cache_root", None),
-        )
-        if settings.gdn_impl == "default":
+        if getattr(args, "gdn_impl", "default") == "default":
+            _settings(args)  # refuses a flag that has no meaning without ours
             return build(args, hf_config)
         # Imported here: only a job that uses the flag pays for Megatron's imports, or learns that they fail.
         from fla_safe.megatron.bridge import safe_layers, verify_model
@@ -42,11 +35,12 @@ def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[tor
         from fla_safe.swift.freeze import freeze_kernels
 
         with together("choosing the GDN layers"):
+            settings = _settings(args)
             swap = safe_layers(args.megatron_model_meta.model_type, settings)
-        with swap as meta:
-            args.megatron_model_meta = meta
-            models = build(args, hf_config)
-        with together("checking the built model"):
+        with together("building the model"):
+            with swap as meta:
+                args.megatron_model_meta = meta
+                models = build(args, hf_config)
             verify_model(models, settings)
         for model in models:
             prepare_before_forward(model)
@@ -59,3 +53,21 @@ def _wrap(build: Callable[..., list[torch.nn.Module]]) -> Callable[..., list[tor
         return models
 
     return get_mcore_model
+
+
+def _settings(args: Any) -> Settings:
+    impl, library = getattr(args, "gdn_impl", "default"), getattr(args, "bridge_backend", "mcore-bridge")
+    if impl != "default" and library != "mcore-bridge":
+        raise SettingsError(
+            f"--gdn_impl {impl} with --bridge_backend {library}",
+            "models that mcore-bridge builds",
+            "drop --bridge_backend, or use --gdn_impl default",
+        )
+    return Settings.read(
+        impl,
+        kernel=getattr(args, "gdn_kernel", "auto"),
+        guard=getattr(args, "gdn_guard", "warn"),
+        check=getattr(args, "gdn_check", "off"),
+        bundle=getattr(args, "gdn_bundle", None),
+        cache_root=getattr(args, "gdn_cache_root", None),
+    )
