@@ -4,6 +4,7 @@ Everything above the device is real: ms-swift, Megatron, the warm-up, Triton's a
 the kernels would have computed is zeros. Used with `--external_plugins <this file>`, tests/ on PYTHONPATH.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,8 +15,9 @@ import torch
 
 import fake_triton
 
-# Before FLA is imported. The stand-in GPU answers torch.cuda's questions about a device as an H200 would.
-fake_triton.install("record")
+# Before FLA is imported. Torch's questions about a device are answered as an H200 would. Every rank makes up its own
+# times, so that the ranks would choose different configs.
+fake_triton.install("record", seed=int(os.environ["RANK"]))
 
 import fake_triton.fla  # noqa: E402
 from fla_safe.gdn import backends  # noqa: E402
