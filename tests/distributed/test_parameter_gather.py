@@ -1,4 +1,4 @@
-"""Weights that Megatron gathers during the forward pass (`overlap_param_gather`) are waited for before they are read."""
+"""Weights that Megatron gathers during a forward pass (`overlap_param_gather`) are waited for before they are read."""
 
 import pytest
 import torch
