@@ -72,3 +72,74 @@ def scaled(x, out, n, factor, BLOCK: tl.constexpr):
     """A run-time integer and a number that may be a float or an integer."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at, mask=at < n) * factor, mask=at < n)
+
+
+def _is_long(args: Any) -> bool:
+    return args["n"] >= 1000
+
+
+def _has_blocks(args: Any) -> bool:
+    return args["NB"] > 4
+
+
+@triton.heuristics({"LONG": lambda args: _is_long(args), "MANY": lambda args: _has_blocks(args)})
+@triton.jit(do_not_specialize=["n"])
+def helped(x, out, n, NB: tl.constexpr, LONG: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr):
+    """Its heuristics ask a helper, and only that one reads `n` and `NB`."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) + LONG + MANY, mask=at < n)
+
+
+HOOKED: list[Any] = []
+"""What the hook of `hooked`'s configs was given as FLAG."""
+
+
+@triton.autotune(
+    configs=[triton.Config({"BLOCK": b}, pre_hook=lambda named: HOOKED.append(named["FLAG"])) for b in (64, 128)],
+    key=[],
+)
+@triton.jit
+def hooked(x, out, n, FLAG: tl.constexpr, BLOCK: tl.constexpr):
+    """Only a hook reads FLAG."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def defaulted(x, out, n, offset=32, BLOCK: tl.constexpr = 64):
+    """Two defaults, one of them a run-time argument's."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at + offset, mask=at < n), mask=at < n)
+
+
+@triton.jit
+def paired(pair, out, BLOCK: tl.constexpr):
+    """A pointer and a constant in a tuple."""
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(pair[0] + at) + pair[1])
+
+
+def shift_by(amount: tl.constexpr) -> Any:
+    """A function for `applied`; all have one name."""
+
+    @triton.jit
+    def shift(value):
+        return value + amount
+
+    return shift
+
+
+@triton.jit
+def applied(x, out, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    """A function is a constant."""
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, FUNCTION(tl.load(x + at)))
+
+
+@triton.autotune(configs=CONFIGS, key=[])
+@triton.autotune(configs=[triton.Config({"UNROLL": u}) for u in (1, 2, 4)], key=[])
+@triton.jit
+def tuned_twice(x, out, n, UNROLL: tl.constexpr, BLOCK: tl.constexpr):
+    """One autotuner around another."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) + UNROLL, mask=at < n)

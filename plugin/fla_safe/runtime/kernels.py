@@ -6,9 +6,11 @@ of blocks: flash-linear-attention issues 758 and 1147), and each new value costs
 """
 
 import ast
+import dis
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType
 from typing import Any
 
@@ -60,9 +62,7 @@ def describe(outer: Any) -> Kernel | None:
     parameters = tuple(p.name for p in node.params)
     constexprs = frozenset(p.name for p in node.params if p.is_constexpr)
     read = _mentioned(readers, parameters)
-    pruning = [tuner.early_config_prune, tuner.perf_model] if tuner is not None else []
-    configured = {name for c in tuner.configs for name in c.kwargs} if tuner is not None else set()
-    alive = read | _mentioned([f for f in pruning if f is not None], parameters) | configured
+    alive = read if tuner is None else read | _read_by_tuner(tuner, parameters)
     return Kernel(
         name=f"{node.fn.__module__}.{node.fn.__qualname__}",
         outer=outer,
@@ -98,16 +98,56 @@ def _unread_constexprs(jit: Any, constexprs: Collection[str]) -> set[str]:
     return set(constexprs) - names
 
 
-def _mentioned(functions: Collection[Any], parameters: Collection[str]) -> set[str]:
-    """Parameters that host functions may read from their argument mapping: all, where the code cannot be seen."""
+def _read_by_tuner(tuner: Any, parameters: Collection[str]) -> set[str]:
+    """Parameters that configs set, or that pruning or hooks may read."""
+    hooks = [c.pre_hook for c in tuner.configs]
+    hooks += [tuner.pre_hook] if tuner.user_defined_pre_hook else []
+    hooks += [tuner.post_hook] if tuner.user_defined_post_hook else []
+    functions = [f for f in (*hooks, tuner.perf_model) if f is not None]
+    found = {name for c in tuner.configs for name in c.kwargs} | _mentioned(functions, parameters)
+    if tuner.early_config_prune is not None:
+        # Its first argument is the list of configs.
+        found |= _mentioned([tuner.early_config_prune], parameters, first=1)
+    return found & set(parameters)
+
+
+def _mentioned(functions: Collection[Any], parameters: Collection[str], first: int = 0) -> set[str]:
+    """Parameters that host functions may read from their argument mapping: all, where that cannot be seen."""
     found: set[str] = set()
     for function in functions:
         code = getattr(function, "__code__", None)
-        if code is None:
+        if code is None or _passes_on(code, code.co_varnames[first : _arguments(code)], parameters):
             return set(parameters)
         found.update(_strings(code))
         found.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return found & set(parameters)
+
+
+def _passes_on(code: CodeType, arguments: Collection[str], parameters: Collection[str]) -> bool:
+    """Whether a function does more with a mapping it was given than `mapping["name"]` and `mapping.get("name")`.
+
+    A mapping that goes on to a helper, is copied or is asked for a computed name may be read for any parameter.
+    Arguments named as parameters of the kernel are values, not mappings.
+    """
+    mappings = set(arguments) - set(parameters)
+    if mappings & set(code.co_cellvars):
+        return True
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    for n, step in enumerate(steps):
+        loaded = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # Python 3.13 loads two at once
+        if not step.opname.startswith("LOAD_FAST") or mappings.isdisjoint(loaded):
+            continue
+        asked = [s for s in steps[n + 1 : n + 4] if s.opname != "PUSH_NULL"]
+        item = asked[0].opname == "LOAD_CONST" and (asked[1].opname == "BINARY_SUBSCR" or asked[1].argrepr == "[]")
+        get = asked[0].argval == "get" and asked[1].opname == "LOAD_CONST"
+        if not (item or get):
+            return True
+    return False
+
+
+def _arguments(code: CodeType) -> int:
+    variadic = bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
+    return code.co_argcount + code.co_kwonlyargcount + variadic
 
 
 def _strings(code: CodeType) -> Iterator[str]:

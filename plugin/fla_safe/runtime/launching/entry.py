@@ -59,7 +59,7 @@ def generate(
 
 _TOGETHER: tuple[set[Kind], ...] = (
     {"none", "tensor"},
-    {"none", "number", "absent"},
+    {"none", "number"},
     {"constant", "absent"},
     {"dead", "absent"},
 )
@@ -74,7 +74,7 @@ def _source(
     leading = list(kernel.parameters[:positional])
     keyword = [n for n in names if n not in leading] + options
     guards: list[str] = []
-    key, pointers, sizes, launched = ["@device"], [], [], []
+    key, pointers, sizes, floats, launched = ["@device"], [], [], [], []
     for i, (name, kind) in enumerate(zip(kernel.parameters, kinds, strict=True)):
         if "tensor" in kind:
             pointers.append(f"@p{i}")
@@ -94,10 +94,11 @@ def _source(
             sizes.append(name)
             launched.append(name)
         elif kind == {"float"}:
+            floats.append(name)
             launched.append(name)
         elif "number" in kind:
-            key.append(name)
-            launched.append(name if "absent" not in kind else f"(None if {name} is @UNSET else {name})")
+            key += [name, f"@type({name})"]
+            launched.append(name)
         else:
             if kind & {"none", "constant"}:
                 key.append(name)
@@ -109,13 +110,18 @@ def _source(
     )
     call = f"return @miss(@grid, ({''.join(n + ', ' for n in leading)}*@rest,), {{{given}, **@more}})"
     awkward = f" if not ({' | '.join(pointers)}) & 15 else @awkward(@key, ({', '.join(pointers)},))" if pointers else ""
-    meta = f"@meta.with_arguments({{{given}}})" if full_meta else "@meta"
+    known = f"{{{given}}}"
+    if options or any("absent" in kind for kind in kinds):
+        known = f"{{@n: @v for @n, @v in {known}.items() if @v is not @UNSET}}"
+    meta = f"@meta.with_arguments({known})" if full_meta else "@meta"
     lines = [f"def @launch({head}):", "    try:"]
     lines += [f"        {line}" for line in guards]
     lines += ["        @device = @current_device()", f"        @key = ({', '.join(key)},)"]
     if sizes:
         # Sizes are 32-bit in every planned binary; a negative one is not planned for either.
         lines.append(f"        if ({' | '.join(sizes)}) >> 31: raise KeyError")
+    # An integer or None in the place of a float is other code.
+    lines += [f"        if @type({name}) is not @float: raise KeyError" for name in floats]
     lines += [
         f"        @variant = @usual[@key]{awkward}",
         "    except (KeyError, TypeError, AttributeError):",
@@ -129,7 +135,7 @@ def _source(
         f"            @grid = @grid({meta})",
         "        except @NeedsArguments:",
         "            @widen()",
-        f"            @grid = @grid(@meta.with_arguments({{{given}}}))",
+        f"            @grid = @grid(@meta.with_arguments({known}))",
         "    @n = len(@grid)",
         "    " + _LAUNCH[form].format(", ".join(launched)),
         "    return @compiled",
@@ -185,6 +191,8 @@ def _namespace(
         "enter_calls": getattr(enter, "calls", ()),
         "leave_calls": getattr(leave, "calls", ()),
         "pre_run_hooks": kernel.jit.pre_run_hooks,
+        "type": type,
+        "float": float,
         "current_device": _device_function(driver.active.get_current_device),
         "stream_of": driver.active.get_current_stream,
     }
@@ -196,7 +204,9 @@ def _key(shape: CallShape, kinds: list[set[Kind]], options: Collection[str]) -> 
     for value, kind in zip(shape.values, kinds, strict=True):
         if "tensor" in kind:
             key += value.value if value.kind == "tensor" else (None, None)
-        elif kind & {"number", "none", "constant"}:
+        elif "number" in kind:
+            key += [value.value, type(value.value)]
+        elif kind & {"none", "constant"}:
             key.append(_plain(value))
     given = dict(shape.options)
     return (*key, *(given.get(name, UNSET) for name in options))

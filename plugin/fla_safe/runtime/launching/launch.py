@@ -162,13 +162,15 @@ class Launching:
             return
         with self._lock:
             site.positional = max(site.positional, positional)
-            if self.guard.frozen:
+            if shape not in site.seen and site.indirect is None:
+                site.indirect = _not_reproducible(site.kernel, shape, mask, compiled)
+            site.seen.setdefault(shape, set()).add(mask)
+            if site.indirect is not None:
+                vars(site.kernel.outer).pop(ATTRIBUTE, None)
+            elif self.guard.frozen:
                 # The binary is in memory now: give this class a plan of what exists, compile nothing.
                 site.plans.setdefault(shape, {})[mask] = planning.variant_of(site.kernel, compiled)
                 self._put_entry(site)
-            elif shape not in site.seen:
-                site.indirect = _not_reproducible(site.kernel, shape, mask, compiled)
-            site.seen.setdefault(shape, set()).add(mask)
 
     def _put_entry(self, site: Site) -> None:
         outer = site.kernel.outer
@@ -221,7 +223,7 @@ def _pin(kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], grid: An
 
 def _not_reproducible(kernel: Kernel, shape: CallShape, mask: int, compiled: Any) -> str | None:
     """Why the class does not determine the binary (a heuristic looks into tensors, a hook wants real ones), or None."""
-    if kernel.jit.pre_run_hooks:
+    if kernel.jit.pre_run_hooks or (kernel.tuner is not None and any(c.pre_hook for c in kernel.tuner.configs)):
         return "it has hooks that run before each call"
     try:
         twin = planning.compile_only(kernel.outer, shape.arguments(kernel, mask))

@@ -12,14 +12,20 @@ Kind = Literal["absent", "dead", "constant", "tensor", "none", "number", "size",
 
 AWKWARD = 7
 """An integer that belongs to no special class: not 1, not a multiple of 16."""
+_AWKWARD_64, _AWKWARD_U64 = 2**32 + 7, 2**63 + 7
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One argument. `value` is the constant, the number, or for a tensor `(dtype, device index)`."""
+    """One argument. `value` is the constant, the number, or for a tensor `(dtype, device index)`.
+
+    `python_type` is that of a number: 1, 1.0 and True are equal, and different code (Triton itself takes equal
+    constants for one).
+    """
 
     kind: Kind
     value: Any = None
+    python_type: type | None = None
 
 
 class StandIn:
@@ -82,8 +88,8 @@ class CallShape:
         """As `arguments`, of the class that assumes nothing; `constants` are all constexprs of the binary."""
         made = self.arguments(kernel, mask=-1)
         for name, v in zip(kernel.parameters, self.values, strict=True):
-            if v.kind == "number" and type(v.value) is int:
-                made[name] = AWKWARD
+            if v.kind == "number" and v.python_type is int:
+                made[name] = _awkward(v.value)
         made.update({name: value for name, value in constants.items() if name in kernel.constexprs})
         return made
 
@@ -102,6 +108,8 @@ def describe_call(kernel: Kernel, named: Mapping[str, Any], device: int) -> tupl
     mask = 0
     for i, (name, parameter) in enumerate(zip(kernel.parameters, kernel.jit.params, strict=True)):
         if name not in named:
+            if name not in kernel.constexprs:
+                return None  # its default, or what a heuristic makes, is an argument of the launch all the same
             values.append(Value("absent"))
             continue
         value = named[name]
@@ -119,11 +127,11 @@ def describe_call(kernel: Kernel, named: Mapping[str, Any], device: int) -> tupl
             small = -(2**31) <= value < 2**31
             if not exact and not small:
                 return None
-            values.append(Value("number", value) if exact else Value("size"))
+            values.append(Value("number", value, int) if exact else Value("size"))
         elif type(value) is bool:
-            values.append(Value("number", value))
+            values.append(Value("number", value, bool))
         elif type(value) is float:
-            values.append(Value("number", value) if name in kernel.exact else Value("float"))
+            values.append(Value("number", value, float) if name in kernel.exact else Value("float"))
         else:
             return None
     options = tuple(sorted((k, v) for k, v in named.items() if k not in kernel.parameters))
@@ -133,3 +141,10 @@ def describe_call(kernel: Kernel, named: Mapping[str, Any], device: int) -> tupl
     except TypeError:
         return None
     return shape, mask
+
+
+def _awkward(like: int) -> int:
+    """An integer of no special class that Triton passes in as many bits as `like`."""
+    if -(2**31) <= like < 2**31:
+        return AWKWARD
+    return _AWKWARD_64 if like < 2**63 else _AWKWARD_U64
