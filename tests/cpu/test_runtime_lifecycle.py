@@ -40,7 +40,33 @@ def test_isolated_kernels_live_in_this_ranks_directory_until_deactivation(gpu: A
     assert not any(f.is_file() for f in untouched.rglob("*"))
     runtime.deactivate()
     assert not Path(store["directory"]).exists()
-    _add(32)  # Triton's own memory still has the binary
+    _add(32)
+    assert any(f.is_file() for f in untouched.rglob("*"))
+
+
+@isolated
+def test_a_second_runtime_of_a_process_starts_from_nothing(gpu: Any) -> None:
+    import torch
+
+    from fake_triton.kernels import plain
+    from fla_safe.runtime import RuntimeSettings, activate
+
+    x, shifted = torch.zeros(512), torch.zeros(513)[1:]
+
+    def binary(tensor: Any, n: int) -> Any:
+        return plain[(1,)](tensor, tensor, n, BLOCK=64)
+
+    for late in (17, 1):
+        runtime = activate(RuntimeSettings(guard="strict", agree=False))
+        with runtime.warmup():
+            binary(x, 512)
+        runtime.freeze()
+        assert not any(binary(shifted, late).src.attrs.values())
+        assert runtime.counters()["served_general"] + runtime.counters()["unplanned_launches"] > 0
+        runtime.deactivate()
+    # A general binary in the place of another one would be slower than what Triton makes for the call.
+    assert any(binary(x, 512).src.attrs.values())
+    assert any(binary(x, 16).src.attrs.values())
 
 
 @isolated

@@ -263,7 +263,7 @@ class Runtime:
         }
 
     def deactivate(self) -> None:
-        """Give Triton and FLA back what was exchanged; compiled kernels stay in Triton's own memory. Idempotent."""
+        """Give Triton and FLA back what was exchanged; Triton compiles anew what it runs after this. Idempotent."""
         global _active
         with _activation:
             if self.phase == "inactive":

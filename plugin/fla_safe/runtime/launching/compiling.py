@@ -55,8 +55,14 @@ class Compiling:
                 with owner._store_scope(getattr(compiled.src, "fn", None)):
                     stock_init(compiled)
 
+        # A general binary that stands in for others would stay in Triton's memory, and the next runtime not know it.
+        seams.on_restore(self._forget)
         stock = seams.replace(JITFunction, "_do_compile", _do_compile)
         stock_init = seams.replace(CompiledKernel, "_init_handles", _init_handles)
+
+    def _forget(self) -> None:
+        for jit in self._jits.values():
+            jit.device_caches.clear()
 
     def _store_scope(self, jit: Any) -> AbstractContextManager[None]:
         """Where artifacts of this kernel are kept: in the rank's store, if there is one and the kernel is ours."""
@@ -77,14 +83,13 @@ class Compiling:
         binaries = jit.device_caches[device][0]
         form, is_general = _general_form(jit, signature, constexprs, attrs)
         where = (id(jit), device, form, str(sorted(options.__dict__.items(), key=lambda item: item[0])))
-        if self.guard.frozen:
+        if self.guard.frozen and self.answers_for(_name(jit)):
             general = self._general.get(where)
             if general is not None:
                 self.served_general += 1
                 binaries[key] = general
                 return general
-            if self.answers_for(_name(jit)):
-                self.guard.late_compile(_name(jit), _text(jit, signature, device))
+            self.guard.late_compile(_name(jit), _text(jit, signature, device))
         # Two threads that need one binary compile it once; different binaries do not wait for each other.
         with self._locks.setdefault((id(jit), device, key), threading.Lock()):
             binary = binaries.get(key)
@@ -109,9 +114,12 @@ def _general_form(jit: Any, signature: Any, constexprs: Any, attrs: Any) -> tupl
         if kind == "constexpr" and not parameter.is_constexpr and type(value) is int:
             kind, is_general = "i32", False  # Triton folds a run-time integer that equals 1 into the code
         elif kind == "constexpr":
-            constants.append((i, repr(value)))
+            # Functions made by one factory have one name and different code.
+            constants.append((i, str(getattr(value, "cache_key", None) or repr(value))))
         types.append(kind)
-    return (tuple(types), tuple(constants)), is_general
+    # A binary with constants inside tuples stands in for no other.
+    inside = tuple((path, repr(value)) for path, value in constexprs.items() if len(path) > 1)
+    return (tuple(types), tuple(constants), inside), is_general and not inside
 
 
 def _name(jit: Any) -> str:
