@@ -91,3 +91,26 @@ def test_ranks_of_a_host_share_its_processors(monkeypatch: pytest.MonkeyPatch, r
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert ahead.threads_of_this_rank() == share
+
+
+@isolated
+@pytest.mark.parametrize("inside", ["autotuner", "hook"])
+def test_a_tuned_kernel_inside_a_tuned_kernel_does_not_deadlock(gpu: Any, inside: str) -> None:
+    """The inner one would be tuned in threads, which wait for the round that waits for them."""
+    import faulthandler
+
+    import torch
+
+    from fake_triton.kernels import add, halving, tuned_twice
+    from fla_safe.runtime import NoWorkingConfigError, RuntimeSettings, activate
+
+    faulthandler.dump_traceback_later(60, exit=True)
+    activate(RuntimeSettings(agree=False, compile_threads=4))
+    x = torch.zeros(64)
+    if inside == "autotuner":
+        with pytest.raises(NoWorkingConfigError, match="num_warps"):  # as in Triton, which refuses one in another
+            tuned_twice[(1,)](x, x, 64)
+        return
+    add.fn.add_pre_run_hook(lambda *args, **kwargs: halving[(1,)](x, x, 512, 3))
+    add[(1,)](x, x, x, 512, 32)
+    assert gpu.launches[-1].kernel == "add"

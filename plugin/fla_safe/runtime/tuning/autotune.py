@@ -220,7 +220,7 @@ class Tuning:
         reasons: dict[str, str] = {str(decision): reason for decision, reason in banned.items()}
         everything, offered = offered, [c for c in offered if not any(_is(c, d) for d in banned)]
         if len(offered) > 1 or self.judge is not None:
-            if self.ahead is not None:
+            if self.ahead is not None and _only_compiles(private):
                 self.ahead([_compilation(private, config, args, kwargs) for config in offered if not config.pre_hook])
             for i, config in enumerate(offered):
                 if self.trying is not None:
@@ -288,6 +288,20 @@ def _copy(tuner: Any) -> Any:
     twin = object.__new__(type(tuner))
     twin.__dict__.update(vars(tuner))
     return twin
+
+
+def _only_compiles(tuner: Any) -> bool:
+    """Whether a warm-up call of the kernel inside runs nothing else that may be tuned.
+
+    That would wait for the end of this round, in threads that this round waits for.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    inner = tuner.fn
+    while not isinstance(inner, (Autotuner, JITFunction)):
+        inner = inner.fn
+    return isinstance(inner, JITFunction) and not inner.pre_run_hooks
 
 
 def _is(config: Any, decision: Decision) -> bool:
