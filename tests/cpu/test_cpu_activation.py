@@ -45,6 +45,10 @@ Doubled.apply(x).sum().backward()
 assert x.grad.tolist() == [2, 2]
 assert torch.autograd.grad(Doubled.apply(x).sum(), x)[0].tolist() == [2, 2]
 
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor() as pool:
+    assert pool.submit(lambda: torch.zeros(2, device="cuda").to("cuda:0")).result().device.type == "cpu"
+
 state = torch.cuda.get_rng_state()
 first = torch.rand(3, device="cuda")
 torch.cuda.set_rng_state(state)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,7 @@ def install() -> None:
     mode.__enter__()  # for good: the mode lives as long as the process
     _installed.append(mode)
     _patch_backward(mode)
+    _patch_threads(mode)
     _patch_tensors()
     _patch_cuda()
     _patch_distributed()
@@ -108,6 +110,18 @@ def _patch_backward(mode: TorchFunctionMode) -> None:
             return run_backward(*args, **kwargs)
 
     autograd.graph._engine_run_backward = autograd._engine_run_backward = _engine_run_backward
+
+
+def _patch_threads(mode: TorchFunctionMode) -> None:
+    # A mode belongs to one thread. Transformers loads checkpoints in others.
+    thread: Any = threading.Thread
+    run = thread.run
+
+    def run_under_mode(self: threading.Thread) -> None:
+        with mode:
+            run(self)
+
+    thread.run = run_under_mode
 
 
 def _patch_tensors() -> None:
