@@ -168,7 +168,8 @@ def rank(gpu: Any, number: int, port: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_that_measured_differently_run_the_same_config(tmp_path: Path) -> None:
+def _two_ranks(function: Any, out: Path) -> list[Any]:
+    """What `function(gpu, number, port, out)` wrote in each of two processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -176,7 +177,7 @@ def test_ranks_that_measured_differently_run_the_same_config(tmp_path: Path) -> 
 
     def one(number: int) -> None:
         try:
-            child(rank, {"number": number, "port": port, "out": str(tmp_path)})
+            child(function, {"number": number, "port": port, "out": str(out)})
         except BaseException as error:
             failures.append(error)
 
@@ -186,11 +187,49 @@ def test_ranks_that_measured_differently_run_the_same_config(tmp_path: Path) -> 
     for t in threads:
         t.join()
     assert not failures, failures[0]
-    first, second = (json.loads((tmp_path / str(i)).read_text()) for i in range(2))
+    return [json.loads((out / str(i)).read_text()) for i in range(2)]
+
+
+def test_ranks_that_measured_differently_run_the_same_config(tmp_path: Path) -> None:
+    first, second = _two_ranks(rank, tmp_path)
     assert first[0] == second[0]
     assert first[1] == second[1] == 64
     assert first[2]["late_compiles"] == second[2]["late_compiles"] == second[2]["late_tunes"] == 0
     assert second[3]["overruled"] == 1
+
+
+def rank_that_cannot_compile(gpu: Any, number: int, port: int, out: str) -> None:
+    import torch.distributed as dist
+
+    from fla_safe.runtime import RuntimeSettings, activate
+    from fla_safe.runtime.launching import plans
+
+    def full(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+    runtime = activate(RuntimeSettings(guard="strict"))
+    with runtime.warmup():
+        _add(32)
+    if number == 1:
+        plans.build = full
+    try:
+        runtime.freeze()
+    except Exception as error:
+        Path(out, str(number)).write_text(json.dumps([type(error).__name__, str(error), runtime.phase]))
+    else:
+        Path(out, str(number)).write_text(json.dumps(["frozen", "", runtime.phase]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_fails_between_agreement_and_freeze_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = _two_ranks(rank_that_cannot_compile, tmp_path)
+    assert second[0] == "OSError"
+    assert first[0] == "AgreementError"
+    assert "rank 1" in first[1]
+    assert "No space left" in first[1]
+    assert "frozen" not in (first[2], second[2])
 
 
 def test_a_module_that_holds_a_section_can_be_copied() -> None:

@@ -282,6 +282,42 @@ def test_frozen_kernels_from_eight_threads_on_eight_devices(gpu: Any) -> None:
 
 
 @isolated
+def test_calls_during_the_freeze_neither_break_it_nor_stay_without_a_plan(gpu: Any) -> None:
+    import torch
+
+    from fake_triton.kernels import plain
+    from fla_safe.runtime.launching import plans
+
+    runtime = _activate(True)
+    x = torch.zeros(512)
+    build, called = plans.build, iter(range(3, 1000))
+    numbers = [1, 2]
+
+    def call(number: int) -> None:
+        """Each number is a class of its own."""
+        plain[(1,)](x, x, 16 * number, BLOCK=64)
+
+    def build_while_another_thread_calls(*args: Any) -> Any:
+        if len(numbers) < 20:
+            numbers.append(next(called))
+            assert not _together(lambda: call(numbers[-1]))
+        return build(*args)
+
+    plans.build = build_while_another_thread_calls
+    with runtime.warmup():
+        call(1)
+        call(2)
+    runtime.freeze()
+    assert len(numbers) > 2
+    for turn in range(2):
+        runtime.launching.misses = 0
+        for number in numbers:
+            call(number)
+        assert turn == 0 or runtime.counters()["unplanned_launches"] == 0
+    assert runtime.counters()["late_compiles"] == 0
+
+
+@isolated
 def test_a_tuned_kernel_inside_another_ones_hook_does_not_deadlock(gpu: Any) -> None:
     import torch
     import triton

@@ -212,10 +212,12 @@ class Runtime:
         with agreement:
             try:
                 self.settled = settle(self.tuning, agreement, self.stamp, checks or {}, again=again, tell=self.say)
+                self.launching.freeze(devices, self.say)
+                # A rank that cannot compile must not leave the others waiting in their first collective.
+                agreement.share(None)
             finally:
                 self._agreement, self._progress = None, shown
         self.agreed = self.settled.agreed
-        self.launching.freeze(devices, progress or self._progress)
         if guard is not None:
             self.guard.mode = guard
         self.guard.reset()

@@ -107,26 +107,31 @@ class Launching:
         """Compile every class that was seen, on every device, and put the entries in place."""
         import torch
 
-        sites = [site for site in self.sites.values() if site.indirect is None and site.seen]
-        for device in sorted({*devices} or {shape.device for site in sites for shape in site.seen}):
+        with self._lock:  # other threads may launch, and so add to it, meanwhile
+            found = [(site, {shape: {*masks} for shape, masks in site.seen.items()}) for site in self.sites.values()]
+        found = [(site, seen) for site, seen in found if site.indirect is None and seen]
+        for device in sorted({*devices} or {shape.device for _, seen in found for shape in seen}):
             with torch.cuda.device(device) if device >= 0 else nullcontext():
                 self.ahead(
                     [
                         partial(planning.build, site.kernel, shape.on(device), masks)
-                        for site in sites
-                        for shape, masks in site.seen.items()
+                        for site, seen in found
+                        for shape, masks in seen.items()
                     ]
                 )
-        for site in sites:
+        for site, seen in found:
             progress(site.kernel.name)
-            site.plans = {}
-            for device in sorted({*devices} or {shape.device for shape in site.seen}):
+            plans: dict[CallShape, Plan] = {}
+            for device in sorted({*devices} or {shape.device for shape in seen}):
                 with torch.cuda.device(device) if device >= 0 else nullcontext():
-                    for shape, masks in site.seen.items():
+                    for shape, masks in seen.items():
                         moved = shape.on(device)
-                        if moved not in site.plans:
-                            site.plans[moved] = planning.build(site.kernel, moved, masks)
-            self._put_entry(site)
+                        if moved not in plans:
+                            plans[moved] = planning.build(site.kernel, moved, masks)
+            with self._lock:
+                site.plans = plans
+                if site.indirect is None:
+                    self._put_entry(site)
 
     def thaw(self) -> None:
         """Take the entries away; calls are noted again."""
@@ -155,7 +160,8 @@ class Launching:
             return self.sites.setdefault(id(outer), Site(kernel))
 
     def _note(self, site: Site, shape: CallShape, mask: int, positional: int, compiled: Any) -> None:
-        masks = site.seen.get(shape)
+        # A class that another thread called during the freeze was seen, and has no plan.
+        masks = site.plans.get(shape) if self.guard.frozen else site.seen.get(shape)
         if masks is not None and mask in masks and positional <= site.positional:
             return
         if len(site.seen) >= _MOST_PLANS:
