@@ -207,3 +207,73 @@ def test_different_odd_names_stay_different(tmp_path):
     b = RankDirectory.acquire(tmp_path, JobIdentity("a_b", "host", "0"))
     assert a.path.parent != b.path.parent
     a.close(), b.close()
+
+
+def test_other_machines_directories_on_a_network_file_system_are_nobodys_leftovers(tmp_path, monkeypatch):
+    """There a lock may be visible on its own machine only: that it can be taken here says nothing."""
+    from fla_safe.runtime.artifacts import directories
+
+    monkeypatch.setattr(directories.socket, "gethostname", lambda: "here")
+    kept = [JobIdentity("a", "there", "0"), JobIdentity("a", "here-too", "1"), JobIdentity("b", "there", "p12")]
+    others = [RankDirectory.acquire(tmp_path, identity) for identity in kept]
+    mine = RankDirectory.acquire(tmp_path, JobIdentity("b", "here", "2"))
+    [made.close() for made in (*others, mine)]
+    monkeypatch.setattr(directories, "filesystem_type", lambda path: "lustre")
+    assert directories.find_stale(tmp_path) == (mine.path,)
+    assert remove_stale(tmp_path, keep_job="mine") == (mine.path,)
+    assert all(made.path.exists() for made in others)
+    # On one machine's own file system names say nothing: containers get new host names, and see each other's locks.
+    monkeypatch.setattr(directories, "filesystem_type", lambda path: "tmpfs")
+    assert set(remove_stale(tmp_path, keep_job="mine")) == {made.path for made in others}
+
+
+FORKER = """
+import atexit, os, pathlib, sys
+from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory
+made = RankDirectory.acquire(pathlib.Path(sys.argv[1]), JobIdentity("j", "h", "0"))
+atexit.register(made.remove)
+child = os.fork()
+if child == 0:
+    sys.exit()
+os.waitpid(child, 0)
+print("there" if made.path.exists() else "gone")
+"""
+
+
+def test_a_forked_child_does_not_take_its_parents_directory_away(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FORKER, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["there"], done.stderr
+    assert os.listdir(tmp_path / f"fla-safe-{os.geteuid()}") == [], "the parent removed it at its end"
+
+
+def test_a_relative_place_stays_where_it_was_when_the_job_changes_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = choose_root(Path("cache"), needed_bytes=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert root.path == tmp_path / "cache"
+    assert root.path.is_dir()
+
+
+@pytest.mark.parametrize("lacks", ["home", "temporary directory"])
+def test_what_the_machine_lacks_is_no_place_and_no_error(lacks, tmp_path, monkeypatch):
+    """A user id without an account and no HOME; a container in which only /dev/shm can be written."""
+    from fla_safe.runtime.artifacts import rank_store
+    from fla_safe.runtime.tuning.decisions import Stamp
+
+    def none(*args):
+        raise RuntimeError("Could not determine home directory.") if lacks == "home" else FileNotFoundError(2, "none")
+
+    monkeypatch.setattr(*((Path, "home", none) if lacks == "home" else (roots.tempfile, "gettempdir", none)))
+    assert choose_root(needed_bytes=1).path.is_dir()
+    with pytest.raises(ArtifactSpaceError, match="no place"):
+        choose_root(needed_bytes=1 << 60)
+    store = rank_store.open_rank_store({"LOCAL_RANK": "0"}, Stamp("sm_90", "3.8.0", "0.6.0"), cache_root=tmp_path / "r")
+    store.close()
+
+
+def test_mounts_with_unusual_names_are_recognised(monkeypatch):
+    lines = "21 1 0:2 / / rw - ext4 /dev/sda rw\n22 21 0:3 / /mnt/donn\u00e9es\\040x rw - nfs4 server:/x rw\n"
+    monkeypatch.setattr(Path, "read_text", lambda self, **options: lines)
+    assert filesystem_type(Path("/mnt/donn\u00e9es x/cache")) == "nfs4"
+    assert filesystem_type(Path("/mnt")) == "ext4"

@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fla_safe.runtime.artifacts.roots import (
+    NETWORK_FILESYSTEMS,
     ArtifactError,
     ArtifactSpaceError,
     UnsafeDirectoryError,
+    filesystem_type,
     private_directory,
     require_own_directory,
 )
@@ -65,12 +67,13 @@ class JobIdentity:
 class RankDirectory:
     """A locked private directory. The lock goes with the process, however it ends; `close` gives it back earlier."""
 
-    __slots__ = ("_lock", "adopted", "path")
+    __slots__ = ("_lock", "_owner", "adopted", "path")
 
     def __init__(self, path: Path, lock: int, adopted: bool) -> None:
         self.path = path
         self.adopted = adopted
         self._lock = lock
+        self._owner = os.getpid()
 
     @classmethod
     def acquire(cls, root: Path, identity: JobIdentity) -> "RankDirectory":
@@ -118,6 +121,9 @@ class RankDirectory:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 return None
             raise
+        except UnsafeDirectoryError:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
         return cls(path, lock, adopted=False)
 
     @classmethod
@@ -141,7 +147,10 @@ class RankDirectory:
             self._lock = -1
 
     def remove(self) -> None:
-        """Delete the directory and give the lock back."""
+        """Delete the directory and give the lock back. A forked child runs exit handlers too, and deletes nothing."""
+        if os.getpid() != self._owner:
+            self.close()
+            return
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
         with suppress(OSError):
@@ -170,7 +179,7 @@ def remove_stale(root: Path, *, keep_job: str) -> tuple[Path, ...]:
                 shutil.rmtree(job, ignore_errors=True)
             elif not name.startswith(".") and name != _plain(keep_job) and stat.S_ISDIR(found.st_mode):
                 for rank in sorted(job.iterdir()):
-                    if _discard_dead(user, rank):
+                    if _sees_locks(root, rank) and _discard_dead(user, rank):
                         removed.append(rank)
                 job.rmdir()
     return tuple(removed)
@@ -184,11 +193,18 @@ def find_stale(root: Path) -> tuple[Path, ...]:
         for job in sorted(require_own_directory(user).iterdir()):
             for rank in sorted(job.iterdir()) if not job.name.startswith(".") and job.is_dir() else ():
                 with suppress(OSError):
-                    lock = _lock(rank / "lock")
+                    lock = _lock(rank / "lock") if _sees_locks(root, rank) else None
                     if lock is not None:
                         os.close(lock)
                         found.append(rank)
     return tuple(found)
+
+
+def _sees_locks(root: Path, rank: Path) -> bool:
+    """Whether a lock that can be taken means a dead owner: on many network file systems a lock is its machine's own."""
+    return rank.name.rpartition("-")[0] == _plain(socket.gethostname()) or (
+        filesystem_type(root) not in NETWORK_FILESYSTEMS
+    )
 
 
 def _discard_dead(user: Path, path: Path) -> bool:

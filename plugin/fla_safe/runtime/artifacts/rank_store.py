@@ -8,7 +8,6 @@ A bundle or table that cannot be used is one log line that names the reason, and
 """
 
 import logging
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from fla_safe.errors import FlaSafeError
 from fla_safe.runtime.artifacts import bundle as bundles
 from fla_safe.runtime.artifacts import triton_cache
 from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory, remove_stale
-from fla_safe.runtime.artifacts.roots import Root, choose_root
+from fla_safe.runtime.artifacts.roots import Root, choose_root, temporary_directory
 from fla_safe.runtime.artifacts.store import ArtifactStore
 from fla_safe.runtime.tuning.decisions import DecisionTable, Stamp
 
@@ -85,7 +84,7 @@ def open_rank_store(
     identity = JobIdentity.read(environ, local_rank)
     root = choose_root(cache_root)
     # The temporary directory too: what did not fit into an earlier job's place was written there.
-    places = {root.path, Path(tempfile.gettempdir())}
+    places = {root.path, temporary_directory() or root.path}
     removed = tuple(path for place in sorted(places) for path in remove_stale(place, keep_job=identity.job))
     directory = RankDirectory.acquire(root.path, identity)
     try:

@@ -1,6 +1,7 @@
 """Where compiled kernels may live: a local, private place with room, that no other user can turn elsewhere."""
 
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ __all__ = [
     "filesystem_type",
     "private_directory",
     "require_own_directory",
+    "temporary_directory",
 ]
 
 NETWORK_FILESYSTEMS = frozenset(
@@ -93,7 +95,7 @@ def filesystem_type(path: Path) -> str:
         left, _, right = line.partition(" - ")
         if len(left.split()) < 5 or not right:
             continue
-        mount = left.split()[4].encode().decode("unicode_escape", errors="replace")
+        mount = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), left.split()[4])
         inside = target == mount or target.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
             best, kind = mount, right.split()[0]
@@ -118,6 +120,7 @@ def choose_root(
         UnsafeDirectoryError: the explicit place could be changed by other users.
     """
     if explicit is not None:
+        explicit = explicit.absolute()  # the job may change its working directory
         with suppress(OSError):
             explicit.mkdir(parents=True, exist_ok=True)
         _require_safe_way(explicit)
@@ -125,7 +128,7 @@ def choose_root(
     elif candidates is not None:
         places = candidates
     else:
-        places = [Path("/dev/shm"), Path(tempfile.gettempdir()), Path.home() / ".cache"]
+        places = [p for p in (Path("/dev/shm"), temporary_directory(), _home_cache()) if p is not None]
     refused: list[str] = []
     for place in places:
         try:
@@ -152,6 +155,21 @@ def choose_root(
         f"a local writable directory with {needed_bytes >> 20} MiB and {NEEDED_INODES} inodes free",
         "free some space, enlarge /dev/shm (docker: --shm-size), or name a directory with --gdn_cache_root",
     )
+
+
+def temporary_directory() -> Path | None:
+    """The system's temporary directory; None where no such directory can be written."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return None
+
+
+def _home_cache() -> Path | None:
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # no HOME, and a user id without an account, as in many containers
+        return None
 
 
 def private_directory(path: Path) -> Path:
