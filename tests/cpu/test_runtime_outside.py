@@ -165,6 +165,31 @@ def test_a_child_that_cannot_start_leaves_tuning_to_the_job(gpu: Any, tmp_path: 
 
 
 @isolated
+@pytest.mark.parametrize("what", ["process", "temporary file"])
+def test_a_child_that_the_system_refuses_leaves_tuning_to_the_job(gpu: Any, tmp_path: str, what: str) -> None:
+    from fla_safe.runtime.tuning import outside as module
+
+    start, temporary_file = module.subprocess.Popen, module.tempfile.TemporaryFile
+
+    def refused(*args: Any, **options: Any) -> Any:
+        if what == "process" and "fla_safe.runtime.tuning.tuning_child" not in args[0]:
+            return start(*args, **options)  # Triton asks ptxas for its version
+        module.tempfile.TemporaryFile = temporary_file
+        raise OSError(12, "Cannot allocate memory")
+
+    if what == "process":
+        module.subprocess.Popen = refused
+    else:
+        module.tempfile.TemporaryFile = refused
+    before = len(os.listdir("/proc/self/fd"))
+    runtime, outside, _ = _job(gpu, {}, tmp_path)
+    assert outside.children == 1
+    assert gpu.benchmarks == 3 + 6
+    assert _decided(runtime) == 64
+    assert len(os.listdir("/proc/self/fd")) == before + 1, "the lock of the rank's directory, and nothing else"
+
+
+@isolated
 def test_a_compiler_that_dies_among_many_configs_condemns_none(gpu: Any, tmp_path: str) -> None:
     runtime, outside, told = _job(gpu, {}, tmp_path, arguments={"compiler": "abort"}, compile_threads=4)
     assert outside.children == 2

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from fla_safe.runtime.tuning.autotune import Tuning
 from fla_safe.runtime.tuning.keys import Decision, TuningKey
+from fla_safe.runtime.tuning.trial_child import first_line
 
 __all__ = ["MOST_CHILDREN", "OutsideTuning"]
 
@@ -137,19 +138,12 @@ class OutsideTuning:
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         """What a new child says; the last message is `done`, `failed`, `dead` or `ended`."""
-        there, write = os.pipe()
-        read, back = os.pipe()
-        with tempfile.TemporaryFile() as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "fla_safe.runtime.tuning.tuning_child", str(there), str(back)],
-                pass_fds=(there, back),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-            os.close(there)
-            os.close(back)
+        try:
+            child, write, read, log = _start()
+        except OSError as error:
+            yield {"failed": first_line(error)}
+            return
+        with log:
             try:
                 # In a thread, for a table may be larger than a pipe holds and the child may never read.
                 sender = threading.Thread(target=_send, args=(write, self._hello()), daemon=True)
@@ -180,6 +174,34 @@ class OutsideTuning:
                 *lines, rest = (rest + piece).split(b"\n")
                 for line in lines:
                     yield json.loads(line)
+
+
+def _start() -> tuple[Any, int, int, Any]:
+    """A child, the descriptors to write to it and to read from it, and what it prints.
+
+    Raises:
+        OSError: too little memory, too many processes or open files, or no temporary directory.
+    """
+    log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by the caller)
+    there, write = os.pipe()
+    read, back = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "fla_safe.runtime.tuning.tuning_child", str(there), str(back)],
+            pass_fds=(there, back),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    except OSError:
+        os.close(write)
+        os.close(read)
+        raise
+    finally:
+        os.close(there)
+        os.close(back)
+    return child, write, read, log
 
 
 def _send(write: int, hello: dict[str, Any]) -> None:
