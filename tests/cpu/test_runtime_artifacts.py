@@ -254,6 +254,17 @@ def test_no_room_means_unsaved_but_compiled(code, store, monkeypatch, caplog):
     assert compile_in(store).metadata.name == "add_kernel"
 
 
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EMLINK, errno.EXDEV])
+def test_a_file_system_without_links_means_unsaved_but_compiled(code, store, monkeypatch, caplog):
+    def link(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(artifacts.os, "link", link)
+    assert compile_in(store).metadata.name == "add_kernel"
+    assert list(store.groups()) == []
+    assert len([r for r in caplog.records if "is not kept" in r.message]) == 1
+
+
 SPILLER = """
 import os, pathlib, sys
 from fla_safe.runtime.artifacts.spill import Spill

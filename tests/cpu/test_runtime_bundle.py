@@ -206,6 +206,23 @@ def test_tampering_is_refused_and_nothing_is_written(name, packed, tmp_path):
     assert sorted(p for p in tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+@pytest.mark.parametrize("whole", [True, False])
+def test_unusual_compression_is_refused(packed, method, whole):
+    """Their decoders take memory as the file says, and raise what no reader of zip files expects."""
+    with zipfile.ZipFile(packed) as archive:
+        members = [(i.filename, archive.read(i)) for i in archive.infolist()]
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, data in members:
+            archive.writestr(name, data, method)
+    if not whole:
+        text = bytearray(packed.read_bytes())
+        text[60] ^= 0xFF
+        packed.write_bytes(text)
+    with pytest.raises(BundleUnsafeError, match="compressed by method"):
+        bundle.read(packed)
+
+
 def test_a_link_is_refused(packed):
     rebuild(packed, lambda m: m, attr={ARTIFACT: 0o120777})
     with pytest.raises(BundleUnsafeError, match="link"):

@@ -115,6 +115,27 @@ def test_file_operations_count_inside_a_section_only(gpu: Any, tmp_path: str) ->
 
 
 @isolated
+def test_a_file_opened_while_another_one_is_counted_does_not_deadlock(gpu: Any) -> None:
+    """A signal handler or a finalizer runs wherever its thread is."""
+    import faulthandler
+    import sys
+
+    from fla_safe.runtime.audit import Audit
+
+    class Nosy:
+        def __str__(self) -> str:
+            with open(os.devnull) as file:
+                return file.name
+
+    faulthandler.dump_traceback_later(20, exit=True)
+    audit = Audit("process")
+    audit.start()
+    sys.audit("os.remove", Nosy())
+    audit.stop()
+    assert audit.file_ops == 2
+
+
+@isolated
 def test_syncs_count_inside_a_section_only(gpu: Any) -> None:
     """torch reports a sync as this warning; here it is given by hand, on a GPU by `set_sync_debug_mode`."""
     import warnings

@@ -80,7 +80,8 @@ class Audit:
         self.syncs = 0
         self.examples: list[str] = []
         self.section = Section(self)
-        self._lock = threading.Lock()
+        # Re-entrant: a signal handler, or a finalizer, may open a file while one is being counted on its thread.
+        self._lock = threading.RLock()
         self._show: Any = None
 
     def start(self) -> None:

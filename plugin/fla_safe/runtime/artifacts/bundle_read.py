@@ -228,6 +228,11 @@ def _safe_names(path: str | Path, archive: zipfile.ZipFile) -> list[str]:
             raise BundleUnsafeError(
                 f"{path} holds {info.orig_filename!r:.120}", "only table.json and artifacts/<key>/<file>", REMEDY
             )
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            # Others ask for memory as they like, and their decoders raise errors of their own.
+            raise BundleUnsafeError(
+                f"{path}: {info.filename} is compressed by method {info.compress_type}", "deflate, or none", REMEDY
+            )
         if (info.external_attr >> 28) not in (0, 0o10) or info.flag_bits & 1:
             raise BundleUnsafeError(f"{path}: {info.filename} is a link or encrypted", "plain files", REMEDY)
     return names

@@ -13,7 +13,7 @@ from pathlib import Path
 from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory
 from fla_safe.runtime.artifacts.roots import ArtifactError, ArtifactSpaceError
 
-__all__ = ["NO_ROOM", "Spill", "write_new"]
+__all__ = ["NO_LINKS", "NO_ROOM", "Spill", "write_new"]
 
 log = logging.getLogger("fla_safe")
 
@@ -30,6 +30,9 @@ NO_ROOM = frozenset(
     )
 )
 """Errors of a full, read-only, quota-limited, failing or vanished directory; any other one is a defect."""
+
+NO_LINKS = frozenset((errno.EPERM, errno.EMLINK, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP))
+"""Errors of a file system on which a file cannot have two names."""
 
 
 def write_new(path: Path, data: bytes) -> Path:

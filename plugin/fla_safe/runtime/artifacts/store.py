@@ -32,7 +32,7 @@ from fla_safe.runtime.artifacts.groups import (
     is_file_name,
 )
 from fla_safe.runtime.artifacts.roots import ArtifactError, ArtifactSpaceError, private_directory
-from fla_safe.runtime.artifacts.spill import NO_ROOM, Spill, write_new
+from fla_safe.runtime.artifacts.spill import NO_LINKS, NO_ROOM, Spill, write_new
 
 __all__ = ["ArtifactStore", "StoreCounts"]
 
@@ -175,7 +175,7 @@ class ArtifactStore:
             (ready / RECORD).write_text(record.to_json())
             return self._rename_in(ready, record.key)
         except OSError as error:
-            if error.errno not in NO_ROOM and error.errno not in (errno.EMLINK, errno.EXDEV):
+            if error.errno not in NO_ROOM | NO_LINKS:
                 raise
             self._unsaved(record.key, error)
             return False
