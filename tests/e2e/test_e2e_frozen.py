@@ -38,6 +38,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             **{name: os.environ[name] for name in ("HOME", "TMPDIR", "LANG") if name in os.environ},
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "PYTHONPATH": str(REPOSITORY / "tests"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
             "MODEL": str(folder / "model"),
             "DATA": str(data),
             "OUTPUT": str(folder / name),
