@@ -77,9 +77,15 @@ def pack(
 
     with named_errors():
         decisions = DecisionTable.load(table)
-        if cache is not None and not (cache / "entries").is_dir():
-            raise BundleError(f"{cache} holds no kernels", "a directory with entries/", "name a rank's directory")
-        groups = list(read_groups(cache, decisions.stamp.triton)) if cache is not None else []
+        # As a rank's store has them, and as `unpack` writes them.
+        places = [] if cache is None else [cache / part for part in ("entries", "artifacts") if (cache / part).is_dir()]
+        if cache is not None and not places:
+            raise BundleError(
+                f"{cache} holds no kernels",
+                "a directory with entries/ or artifacts/",
+                "name a rank's directory or an unpacked bundle",
+            )
+        groups = [group for place in places for group in read_groups(place, decisions.stamp.triton)]
         made = write(out, decisions, groups)
     typer.echo(f"{out}: {len(made.table)} decisions, {len(made.groups)} kernels, id {made.id}")
 

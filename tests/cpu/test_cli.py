@@ -164,6 +164,13 @@ def test_stale_directories_are_told_and_left_alone(well_equipped):
     assert made.path.exists()
 
 
+def test_a_user_without_a_home_gets_a_report(monkeypatch):
+    """No HOME, and a user id without an account: the command must not end with the status of a warning."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    examine(environment.Environment(), [("triton-cache", checks.triton_cache)])
+
+
 def test_a_check_that_raises_stops_no_other():
     def broken(env):
         raise KeyError("x")
@@ -238,6 +245,16 @@ def test_bundle_commands(table_file, tmp_path):
     assert run("verify", out, "--no-here", "--expect", found.id[:12]).exit_code == 0
     assert run("unpack", out, tmp_path / "dir").exit_code == 0
     assert (tmp_path / "dir" / "table.json").exists()
+
+
+def test_an_unpacked_bundle_can_be_packed_again(table_file, tmp_path):
+    from test_runtime_bundle import group
+
+    first = bundle.pack(tmp_path / "a", DecisionTable.load(table_file), [group(1)])
+    run("unpack", tmp_path / "a", tmp_path / "dir")
+    done = run("pack", tmp_path / "b", "--table", tmp_path / "dir" / "table.json", "--cache", tmp_path / "dir")
+    assert done.exit_code == 0
+    assert [r.key for r, _ in bundle.read(tmp_path / "b").groups] == [r.key for r, _ in first.groups]
 
 
 def test_pack_takes_the_kernels_of_a_living_rank_and_leaves_them_alone(table_file, tmp_path):

@@ -41,6 +41,26 @@ def test_a_recipe_says_what_its_job_will_run() -> None:
     assert read_recipe(RECIPES / "qwen3_5_35b_a3b" / "full_2x8.sh") == Plan("qwen3_5_35b_a3b", 2, 28000, 1, True)
 
 
+@pytest.mark.parametrize(
+    ("flags", "packed", "tokens", "batch"),
+    [
+        ("--max_length 100", True, 300, 1),
+        ("--max_length 100 --packing true", True, 300, 1),
+        ("--max_length 100 --padding_free false", False, 100, 3),
+        ("--max_length 100 --padding_free=false --packing true", True, 300, 1),
+        ("--max_length 100 --packing true --packing_length 700", True, 2100, 1),
+    ],
+)
+def test_rows_are_those_that_ms_swift_will_make(
+    tmp_path: Path, flags: str, packed: bool, tokens: int, batch: int
+) -> None:
+    """As `freeze_kernels` reads them off ms-swift's own arguments; samples lie side by side by default."""
+    script = tmp_path / "run.sh"
+    script.write_text(f"megatron sft --micro_batch_size 3 {flags}\n")
+    plan = read_recipe(script)
+    assert (plan.packed, plan.tokens, plan.batch) == (packed, tokens, batch)
+
+
 def test_every_written_recipe_can_be_read() -> None:
     scripts = list(RECIPES.glob("qwen*/*.sh"))
     assert len(scripts) > 8
@@ -86,6 +106,16 @@ def test_a_wrong_question_is_one_named_error_and_nothing_is_written(
     assert seen in result.output
     assert "to do:" in result.output
     assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["file/out.fsb", "file/out.json", "folder"])
+def test_a_place_that_cannot_be_written_is_said_before_anything_is_tuned(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    result = CliRunner().invoke(app, ["warmup", str(tmp_path / name), "--model", "qwen3_5_9b"])
+    assert result.exit_code == 2
+    assert "BundleError: cannot write" in result.output
+    assert not list((tmp_path / "folder").iterdir())
 
 
 def test_a_terminal_shows_the_kernel_and_a_file_gets_lines() -> None:

@@ -36,7 +36,7 @@ class Environment:
         environ: environment variables.
         versions: installed version of each package of interest; absent ones are missing.
         entry_points: names registered in group `torch.backends`.
-        home: the user's home directory.
+        home: the user's home directory; `~` itself for a user who has none, as Triton has it.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -44,7 +44,7 @@ class Environment:
     entry_points: tuple[str, ...] = field(
         default_factory=lambda: tuple(e.name for e in metadata.entry_points(group="torch.backends"))
     )
-    home: Path = field(default_factory=Path.home)
+    home: Path = field(default_factory=lambda: Path(os.path.expanduser("~")))
 
     def version(self, package: str) -> Version | None:
         """Parsed version, or None where the package is absent or its version cannot be parsed."""

@@ -18,7 +18,7 @@ class Plan:
         ranks: tensor times context parallel size.
         tokens: longest row T.
         batch: B; 1 when packed.
-        packed: whether rows hold several segments.
+        packed: whether rows hold several segments (packs, or samples without padding).
     """
 
     model: str
@@ -47,9 +47,11 @@ def read_recipe(script: Path) -> Plan:
             )
         return found.group(1) if found else str(default)
 
-    packed = value("packing", "false").lower() == "true"
+    # Without packing, Megatron-SWIFT still lays samples side by side, unless it is told not to.
+    packed = "true" in (value("packing", "false").lower(), value("padding_free", "true").lower())
     micro_batch = _number(script, "micro_batch_size", value("micro_batch_size", "1"))
-    longest = _number(script, "max_length", value("max_length"))
+    flag = "packing_length" if re.search(r"--packing_length[ =]", text) else "max_length"
+    longest = _number(script, flag, value(flag))
     ranks = _number(script, "tensor_model_parallel_size", value("tensor_model_parallel_size", "1"))
     ranks *= _number(script, "context_parallel_size", value("context_parallel_size", "1"))
     # ms-swift lays the packs of a micro-batch into one row (template/base.py, data_collator).

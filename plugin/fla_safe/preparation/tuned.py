@@ -1,5 +1,6 @@
 """Brings shapes to the steady state on this machine's GPU and writes what was decided and compiled."""
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.steady.rehearsal import Rows
 from fla_safe.gdn.steady.warmup import take_over, warm_up
 from fla_safe.gdn.variant import MixerVariant
+from fla_safe.runtime.artifacts.bundle import BundleError
 from fla_safe.runtime.artifacts.kept import save_bundle
 from fla_safe.settings import Settings
 
@@ -39,6 +41,7 @@ def prepare(
         WrongResultsError, NoWorkingConfigError: no config of a kernel works here.
         BundleError: the file cannot be written.
     """
+    _require_writable(out)
     if not torch.cuda.is_available():
         raise NoGpuError(
             "PyTorch sees no GPU", "the kind of GPU that the job will run on", "run this on a training machine"
@@ -76,3 +79,16 @@ def prepare(
         f"tuned {timings['tuning_rounds']} in {timings['tuning_s']} s, frozen in {timings['freeze_s']} s"
         + "".join(f"\n  {name}: {times}" for name, times in steady.timings.items())
     )
+
+
+def _require_writable(out: Path) -> None:
+    """Say so now, and not after minutes of tuning."""
+    reason = "it is a directory" if out.is_dir() else None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason is not None:
+        raise BundleError(f"cannot write {out} ({reason})", "a writable place with room", "name another place")

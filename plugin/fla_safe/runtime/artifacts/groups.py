@@ -188,8 +188,8 @@ def check_metadata(contents: Mapping[str, bytes], record: GroupRecord) -> None:
 
 
 def read_groups(directory: Path, triton: str) -> Iterator[tuple[GroupRecord, dict[str, bytes]]]:
-    """Whole groups of a store, without changing anything in it: it may belong to a living job. Others are left out."""
-    for entry in sorted((directory / "entries").iterdir()):
+    """Whole groups below a directory, without changing anything: it may be a living job's. Others are left out."""
+    for entry in sorted(directory.iterdir()):
         if not is_entry_key(entry.name):
             continue
         try:
