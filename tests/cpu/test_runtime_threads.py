@@ -318,6 +318,51 @@ def test_calls_during_the_freeze_neither_break_it_nor_stay_without_a_plan(gpu: A
 
 
 @isolated
+def test_strict_in_a_backward_pass_is_the_callers_named_error_and_leaves_nothing_locked(gpu: Any) -> None:
+    import torch
+
+    from fake_triton.kernels import add, plain
+    from fla_safe.runtime import LateCompileError, LateTuneError
+
+    runtime = _activate(True)
+    with runtime.warmup():
+        add[(1,)](torch.zeros(64), torch.zeros(64), torch.zeros(64), 64, 32)
+        plain[(1,)](torch.zeros(64), torch.zeros(64), 64, BLOCK=64)
+    runtime.freeze("strict")
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, launch: Any) -> Any:
+            ctx.launch = launch
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            ctx.launch(grad)
+            return grad, None
+
+    def tune(grad: Any) -> None:
+        add[(1,)](grad, grad, grad, 64, 4096)
+
+    def compile_new(grad: Any) -> None:
+        plain[(1,)](grad, grad, 64, BLOCK=128)
+
+    def planned(grad: Any) -> None:
+        add[(1,)](grad, grad, grad, 64, 32)
+        plain[(1,)](grad, grad, 64, BLOCK=64)
+
+    def body() -> None:
+        gpu.set_device(0)
+        for launch, error in ((tune, LateTuneError), (compile_new, LateCompileError), (planned, None)):
+            with pytest.raises(error, match="after the freeze") if error else contextlib.nullcontext():
+                Kernel.apply(torch.zeros(64, requires_grad=True), launch).sum().backward()
+
+    assert not _together(*[body] * 4)
+    counters = runtime.counters()
+    assert (counters["late_tunes"], counters["late_compiles"]) == (4, 4)
+
+
+@isolated
 def test_a_tuned_kernel_inside_another_ones_hook_does_not_deadlock(gpu: Any) -> None:
     import torch
     import triton
