@@ -89,6 +89,6 @@ class Settings:
             cache_root=None if cache_root is None else Path(cache_root),
             tune_in_child=environ.get("FLA_SAFE_TUNE_IN_CHILD", "1") != "0",
             cpu=environ.get("FLA_SAFE_CPU") == "1",
-            # mcore-bridge's own parser: 1/true/yes in any case is on, everything else is off.
-            mcore_gdn=environ.get("USE_MCORE_GDN", "1").strip().lower() in {"1", "true", "yes", "y", "on"},
+            # mcore-bridge's own parser: these in any case are on, everything else is off or an error of its own.
+            mcore_gdn=environ.get("USE_MCORE_GDN", "1").strip().lower() in {"1", "true", "t", "yes", "y", "on"},
         )

@@ -28,6 +28,7 @@ def run(code: str, **environment: str) -> str:
 
 
 COMMANDS = """
+import tempfile
 import swift.megatron.arguments as arguments
 from transformers import HfArgumentParser
 from swift.utils.utils import _patch_get_type_hints
@@ -39,8 +40,21 @@ for name in ("Sft", "Pretrain", "RLHF", "Export"):
     action = actions["gdn_impl"]
     assert tuple(action.choices) == ("default", "fla_safe", "torch") and action.default == "default", action
     assert "--gdn_impl {default,fla_safe,torch}" in parser.format_help()
-    assert tuple(actions["gdn_check"].choices) == ("off", "first", "every") and actions["gdn_check"].default == "off"
+    assert actions["gdn_check"].metavar == "{off,first,every}" and actions["gdn_check"].default == "off"
+    assert "--gdn_guard {off,warn,strict}" in parser.format_help()
 print("known")
+
+from swift.cli.main import parse_yaml_args
+with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    file.write("gdn_impl: fla_safe\\ngdn_guard: off\\ngdn_check: off\\n")
+    file.flush()
+    argv = [file.name, "--gdn-impl", "torch"]
+    parse_yaml_args(argv)
+given, rest = parser.parse_known_args(argv)
+assert given.gdn_impl == "torch" and not rest, (given, rest)
+from fla_safe.swift.model import _settings
+settings = _settings(given)
+print("yaml", settings.gdn_impl, settings.guard, settings.check)
 """
 
 CHECK = """
@@ -55,23 +69,30 @@ from checked_layers import Model
 
 meta = types.SimpleNamespace(model_type="qwen3_5")
 nothing = lambda *args: None
-mock.patch.multiple(bridge, safe_layers=lambda *args: contextlib.nullcontext(meta), verify_model=nothing).start()
-mock.patch.multiple(freeze, freeze_kernels=nothing).start()
-mock.patch("fla_safe.megatron.packing.prepare_before_forward", nothing).start()
+done = []
+took = lambda name, result=None: lambda *args: done.append(name) or result
+swap = took("swap", contextlib.nullcontext(meta))
+mock.patch.multiple(bridge, safe_layers=swap, verify_model=took("verify")).start()
+mock.patch.multiple(freeze, freeze_kernels=took("freeze")).start()
+mock.patch("fla_safe.megatron.packing.prepare_before_forward", took("prepare")).start()
 
 def built(check, impl="fla_safe"):
-    args = types.SimpleNamespace(gdn_impl=impl, gdn_check=check, megatron_model_meta=meta, callbacks=[])
+    args = types.SimpleNamespace(gdn_impl=impl, gdn_check=check, megatron_model_meta=meta, callbacks=["print"])
     made = model._wrap(lambda args, config: [Model(2)])(args, None)
     return args, made[0].layers[1].self_attention
 
+args, layer = built("off", "default")
+assert args.callbacks == ["print"] and not done, done
 untouched = lambda layer: layer.run_mixer is mixer and not {"forward", "run_mixer"} & set(vars(layer))
 assert untouched(built("off")[1]) and not checking.watches()
+assert done == ["swap", "verify", "prepare", "freeze"], done
+print("every step")
 try:
     built("every", "default")
 except SettingsError as error:
     print(error)
 args, layer = built("first")
-assert not untouched(layer) and args.callbacks == ["fla_safe"]
+assert not untouched(layer) and args.callbacks == ["fla_safe", "print"]
 trainer = types.SimpleNamespace(args=args, state=types.SimpleNamespace(iteration=4))
 steps = callback.GdnCallback(trainer)
 steps.on_step_begin()
@@ -155,6 +176,14 @@ def test_every_megatron_command_knows_the_flags(said: list[str]) -> None:
     assert "known" in said
 
 
+def test_a_bare_off_in_a_yaml_file_is_off(said: list[str]) -> None:
+    assert "yaml torch off off" in said
+
+
+def test_a_model_is_swapped_verified_and_frozen_with_the_flag_and_left_alone_without(said: list[str]) -> None:
+    assert "every step" in said
+
+
 def test_the_check_is_put_on_built_models_and_follows_the_steps(said: list[str]) -> None:
     assert "followed" in said
     assert any("--gdn_check every with ms-swift's own GDN layers" in line for line in said)
@@ -201,6 +230,12 @@ FAILURES = {
         "USE_MCORE_GDN=0",
     ),
     "model type without GDN": ("bridge.safe_layers('gpt', ours)", "NoGdnLayersError", "no GDN layers"),
+    "another GDN class": (
+        "with unittest.mock.patch.object(get_model_meta(model_type).loader, 'gated_delta_net', torch.nn.Module):\n"
+        "    bridge.safe_layers(model_type, ours)",
+        "NoGdnLayersError",
+        "whose GDN class is torch.nn.modules.module.Module",
+    ),
     "a library other than mcore-bridge": (
         "from fla_safe.swift import model\n"
         "given = {'gdn_impl': 'fla_safe', 'bridge_backend': 'megatron-bridge', 'megatron_model_meta': None}\n"

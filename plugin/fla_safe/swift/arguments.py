@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
+from typing import Literal
 
 from fla_safe.errors import FlaSafeError
-from fla_safe.settings import GdnCheck, GdnGuard, GdnImpl, GdnKernel
+from fla_safe.settings import GdnImpl, GdnKernel
 
 __all__ = ["UnsupportedSwiftError", "register"]
 
@@ -31,6 +32,11 @@ CACHE_ROOT_HELP = (
     "/dev/shm, the temporary directory and ~/.cache that is local and has room."
 )
 REPORT_HELP = "With fla_safe or torch: where rank 0 writes the job's report; default <output_dir>/gdn_report.json."
+
+
+# A bare `off` in a YAML file is false, which ms-swift hands on as "False".
+YamlGuard = Literal["off", "warn", "strict", False]
+YamlCheck = Literal["off", "first", "every", False]
 
 
 class UnsupportedSwiftError(FlaSafeError, RuntimeError):
@@ -60,8 +66,8 @@ def register(module: ModuleType) -> None:
     class MegatronArguments(base):  # type: ignore[misc, valid-type]
         gdn_impl: GdnImpl = field(default="default", metadata={"help": IMPL_HELP})
         gdn_kernel: GdnKernel = field(default="auto", metadata={"help": KERNEL_HELP})
-        gdn_guard: GdnGuard = field(default="warn", metadata={"help": GUARD_HELP})
-        gdn_check: GdnCheck = field(default="off", metadata={"help": CHECK_HELP})
+        gdn_guard: YamlGuard = field(default="warn", metadata={"help": GUARD_HELP, "metavar": "{off,warn,strict}"})
+        gdn_check: YamlCheck = field(default="off", metadata={"help": CHECK_HELP, "metavar": "{off,first,every}"})
         gdn_bundle: str | None = field(default=None, metadata={"help": BUNDLE_HELP})
         gdn_cache_root: str | None = field(default=None, metadata={"help": CACHE_ROOT_HELP})
         gdn_report: str | None = field(default=None, metadata={"help": REPORT_HELP})

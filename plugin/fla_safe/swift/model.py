@@ -66,8 +66,9 @@ def _settings(args: Any) -> Settings:
     return Settings.read(
         impl,
         kernel=getattr(args, "gdn_kernel", "auto"),
-        guard=getattr(args, "gdn_guard", "warn"),
-        check=getattr(args, "gdn_check", "off"),
+        # From a YAML file `off` comes as False.
+        guard=getattr(args, "gdn_guard", "warn") or "off",
+        check=getattr(args, "gdn_check", "off") or "off",
         bundle=getattr(args, "gdn_bundle", None),
         cache_root=getattr(args, "gdn_cache_root", None),
     )
