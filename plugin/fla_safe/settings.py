@@ -11,7 +11,7 @@ from fla_safe.errors import FlaSafeError
 __all__ = ["GdnCheck", "GdnGuard", "GdnImpl", "GdnKernel", "Settings", "SettingsError"]
 
 GdnImpl = Literal["default", "fla_safe", "torch"]
-GdnKernel = Literal["auto", "fla", "flash_qla"]
+GdnKernel = Literal["auto", "fla", "flash_qla", "te"]
 GdnGuard = Literal["off", "warn", "strict"]
 GdnCheck = Literal["off", "first", "every"]
 

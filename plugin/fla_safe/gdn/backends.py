@@ -8,15 +8,16 @@ import torch
 
 from fla_safe.errors import FlaSafeError
 from fla_safe.gdn.chunk import fla as fla_chunk
-from fla_safe.gdn.chunk import flash_qla
+from fla_safe.gdn.chunk import flash_qla, te
 from fla_safe.gdn.chunk.function import ChunkKernel, differentiable
 from fla_safe.gdn.chunk.plain import torch_chunk_gated_delta_rule
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
 
-__all__ = ["NAMES", "Backend", "BackendError", "RuleFunction", "resolve", "supports"]
+__all__ = ["NAMES", "Backend", "BackendError", "RuleFunction", "require", "resolve", "supports"]
 
-NAMES: Final = ("torch", "fla", "flash_qla")
+NAMES: Final = ("torch", "fla", "flash_qla", "te")
+_REMEDIES: Final = {"fla": "use --gdn_impl torch", "te": te.REMEDY}
 
 
 class BackendError(FlaSafeError, RuntimeError):
@@ -86,7 +87,27 @@ def supports(
     if name == "flash_qla":
         reason = flash_qla.unsupported_reason(torch.device(device), layout, dtype)
         return reason is None, reason or "flash-qla"
+    if name == "te":
+        reason = te.unsupported_reason(torch.device(device), dtype)
+        return reason is None, reason or "TransformerEngine, as far as can be told without a call"
     return False, f"no kernel is called {name!r}; there are {', '.join(NAMES)}"
+
+
+def require(
+    name: str,
+    device: torch.device | str,
+    *,
+    layout: ProjectionLayout | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Do nothing if `supports`.
+
+    Raises:
+        BackendError: it cannot run here, and why.
+    """
+    able, reason = supports(name, device, layout=layout, dtype=dtype)
+    if not able:
+        raise _refused(name, reason)
 
 
 def resolve(
@@ -109,13 +130,14 @@ def resolve(
     Raises:
         BackendError: it cannot run here; nothing else is chosen in its place.
     """
-    able, reason = supports(name, device, layout=layout, dtype=dtype)
-    if not able:
-        raise BackendError(
-            f"kernel {name!r} asked for, but {reason}", "a kernel that this machine can run", "use --gdn_impl torch"
-        )
+    require(name, device, layout=layout, dtype=dtype)
     if name == "torch":
         return Backend("torch", torch.__version__, torch_chunk_gated_delta_rule)
+    if name == "te":
+        reason = te.refusal(torch.device(device), layout, dtype)
+        if reason is not None:
+            raise _refused(name, reason)
+        return Backend("te", str(te.version()), te.te_gated_delta_rule)
     kernel: ChunkKernel = flash_qla.load() if name == "flash_qla" else fla_chunk.load()
     mixer = None
     if torch.device(device).type == "cuda" if fused is None else fused:
@@ -123,3 +145,11 @@ def resolve(
 
         mixer = FusedMixer(kernel)
     return Backend(name, kernel.version, differentiable(kernel), mixer)
+
+
+def _refused(name: str, reason: str) -> BackendError:
+    return BackendError(
+        f"kernel {name!r} asked for, but {reason}",
+        "a kernel that this machine can run",
+        _REMEDIES.get(name, "use --gdn_kernel auto"),
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fla_safe.errors import FlaSafeError, MissingDependencyError
+from fla_safe.gdn.backends import require
 from fla_safe.megatron.layer import SafeForward
 from fla_safe.megatron.versions import check_versions
 from fla_safe.settings import Settings
@@ -80,8 +81,11 @@ def safe_layers(model_type: str, settings: Settings) -> AbstractContextManager[A
     Raises:
         UnsupportedVersionError: see `check_versions`.
         NoGdnLayersError: `USE_MCORE_GDN=0`, or a model type without GDN layers.
+        BackendError: `--gdn_kernel` names a kernel that cannot run here, whatever the model.
     """
     check_versions("megatron-core", "mcore-bridge", "fla-core")
+    if settings.gdn_impl == "fla_safe" and settings.kernel != "auto":
+        require(settings.kernel, "cuda" if torch.cuda.is_available() else "cpu")
     flag = f"--gdn_impl {settings.gdn_impl}"
     if not settings.mcore_gdn:
         raise NoGdnLayersError(

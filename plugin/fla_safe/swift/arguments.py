@@ -15,7 +15,8 @@ IMPL_HELP = (
 )
 KERNEL_HELP = (
     "With --gdn_impl fla_safe on GPUs: whose kernels compute the gated delta rule. 'auto' measures FLA's and, where it "
-    "is installed and right, FlashQLA's at the job's sizes and takes the faster; 'fla' and 'flash_qla' name one."
+    "is installed and right, FlashQLA's at the job's sizes and takes the faster; 'fla' and 'flash_qla' name one; "
+    "'te' is TransformerEngine's own (2.19 and later; experimental there, not verified here, never taken by 'auto')."
 )
 GUARD_HELP = (
     "With --gdn_impl fla_safe on GPUs: what a GDN kernel that would be tuned or compiled after the warm-up meets. "

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fla_safe.gdn.chunk.flash_qla import segment_counts
+from fla_safe.gdn.chunk import flash_qla, te
 from fla_safe.gdn.segments import PackedSegments
 from fla_safe.gdn.steady.golden import GoldenCheck
 from fla_safe.gdn.variant import MixerVariant
@@ -22,6 +22,8 @@ GUARDED = ("fla", "fla_safe")
 """Only kernels of these packages are ours to answer for; others in the process keep Triton's own rules."""
 AWKWARD_ROWS = (1, 63, 64, 65, 272)
 """Around a chunk of 64, and a multiple of 16 that is no multiple of a chunk."""
+_SEGMENT_COUNTS = {"flash_qla": flash_qla.segment_counts, "te": te.segment_counts}
+"""Kernels that are compiled anew for some numbers of segments -> those numbers, by value heads and multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,10 @@ def steps(variant: MixerVariant, rows: Rows, device: torch.device | str) -> Iter
             continue
         for recompute in (False, True):
             yield partial(_step, variant, rows, device, tokens, recompute)
-    if variant.backend.name == "flash_qla" and rows.packed:
+    counts = _SEGMENT_COUNTS.get(variant.backend.name)
+    if counts is not None and rows.packed:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        for count in segment_counts(variant.layout.value_heads, processors):
+        for count in counts(variant.layout.value_heads, processors):
             for recompute in (False, True):
                 yield partial(_step, variant, rows, device, max(rows.tokens, count), recompute, count)
 

@@ -48,6 +48,8 @@ def take_over(settings: Settings) -> Runtime:
     if runtime.store is not None:
         # TileLang, which compiles FlashQLA, keeps its kernels beside this rank's others, not in a shared directory.
         os.environ.setdefault("TILELANG_CACHE_DIR", str(runtime.store.directory.path / "tilelang"))
+        if settings.kernel == "te":  # the cuDNN frontend likewise; it keeps other operations' kernels there, too
+            os.environ.setdefault("CUDNN_FRONTEND_COMPILED_CACHE", str(runtime.store.directory.path / "cudnn"))
     # Takes this rank's directory of artifacts away, too.
     atexit.register(runtime.deactivate)
     return runtime
