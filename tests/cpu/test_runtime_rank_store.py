@@ -85,6 +85,33 @@ def test_tables_are_tried_in_order_and_only_fitting_ones_used(opened, tmp_path, 
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(("ranks", "place"), [("1", "small"), ("8", "large"), ("64", "small"), ("x", "small")])
+def test_there_is_room_for_all_ranks_of_the_host(ranks, place, tmp_path, monkeypatch):
+    """They start together: room for one would be filled by all, and taken from what else lies in memory.
+
+    Where no place has room for all, a place with room for one must do.
+    """
+    from fla_safe.runtime.artifacts import rank_store, roots
+
+    places = {"small": 1 << 30, "large": 8 << 30}
+    [(tmp_path / name).mkdir() for name in places]
+    real = os.statvfs
+
+    def statvfs(path):
+        values = list(real(path))
+        values[4] = places[path.name] // values[1]  # f_bavail, in units of f_frsize
+        return os.statvfs_result(values)
+
+    choose = roots.choose_root
+    monkeypatch.setattr(roots.os, "statvfs", statvfs)
+    monkeypatch.setattr(
+        rank_store, "choose_root", lambda root, **o: choose(root, candidates=[tmp_path / n for n in places], **o)
+    )
+    made = open_rank_store({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": ranks}, STAMP)
+    made.close()
+    assert made.root.path == tmp_path / place
+
+
 def test_a_bundle_comes_before_tables(opened, tmp_path):
     bundle.pack(tmp_path / "b", table(2))
     table(4).save(tmp_path / "t.json")

@@ -9,6 +9,7 @@ A bundle or table that cannot be used is one log line that names the reason, and
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,13 @@ from fla_safe.errors import FlaSafeError
 from fla_safe.runtime.artifacts import bundle as bundles
 from fla_safe.runtime.artifacts import triton_cache
 from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory, remove_stale
-from fla_safe.runtime.artifacts.roots import Root, choose_root, temporary_directory
+from fla_safe.runtime.artifacts.roots import (
+    NEEDED_BYTES,
+    ArtifactSpaceError,
+    Root,
+    choose_root,
+    temporary_directory,
+)
 from fla_safe.runtime.artifacts.store import ArtifactStore
 from fla_safe.runtime.tuning.decisions import DecisionTable, Stamp
 
@@ -82,7 +89,7 @@ def open_rank_store(
         CacheInstallError: another store is installed.
     """
     identity = JobIdentity.read(environ, local_rank)
-    root = choose_root(cache_root)
+    root = _root(cache_root, environ.get("LOCAL_WORLD_SIZE", ""))
     # The temporary directory too: what did not fit into an earlier job's place was written there.
     places = {root.path, temporary_directory() or root.path}
     removed = tuple(path for place in sorted(places) for path in remove_stale(place, keep_job=identity.job))
@@ -99,6 +106,14 @@ def open_rank_store(
         directory.close()
         raise
     return made
+
+
+def _root(cache_root: Path | None, ranks: str) -> Root:
+    """Room for all ranks of this host if there is, for they start together and each sees the room of all."""
+    if ranks.isdigit():
+        with suppress(ArtifactSpaceError):
+            return choose_root(cache_root, needed_bytes=NEEDED_BYTES * max(1, int(ranks)))
+    return choose_root(cache_root)
 
 
 def _use_bundle(made: RankStore, path: Path, stamp: Stamp) -> None:

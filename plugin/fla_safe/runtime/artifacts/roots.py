@@ -113,7 +113,7 @@ def choose_root(
     Args:
         explicit: the user's own choice; then no other place is tried, and a network file system is accepted.
         candidates: replaces the default places.
-        needed_bytes: room wanted by this rank.
+        needed_bytes: room wanted, by all ranks of this host together.
 
     Raises:
         ArtifactSpaceError: no place will do; the message says why for each.
