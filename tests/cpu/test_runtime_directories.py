@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -277,3 +278,51 @@ def test_mounts_with_unusual_names_are_recognised(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda self, **options: lines)
     assert filesystem_type(Path("/mnt/donn\u00e9es x/cache")) == "nfs4"
     assert filesystem_type(Path("/mnt")) == "ext4"
+
+
+def test_a_cleaner_between_two_steps_of_a_start_is_no_error(tmp_path, monkeypatch):
+    """It removes the job's directory while that is still empty."""
+    cleaned, check = [], roots.require_own_directory
+
+    def clean_first(path):
+        if path.name == "job" and not cleaned:
+            cleaned.append(path)
+            path.rmdir()
+        return check(path)
+
+    monkeypatch.setattr(roots, "require_own_directory", clean_first)
+    made = RankDirectory.acquire(tmp_path, JobIdentity("job", "host", "0"))
+    assert cleaned == [made.path.parent]
+    assert made.path.is_dir()
+    made.close()
+
+
+BUSY = """
+import os, pathlib, random, sys, time
+from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory, remove_stale
+root, draw, end = pathlib.Path(sys.argv[1]), random.Random(int(sys.argv[2])), float(sys.argv[3])
+while time.time() < end:
+    job = f"job{draw.randrange(3)}"
+    remove_stale(root, keep_job=job)
+    made = RankDirectory.acquire(root, JobIdentity(job, "host", str(draw.randrange(2))))
+    text = f"{os.getpid()} {time.time()}"
+    (made.path / "mine").write_text(text)
+    for _ in range(draw.randrange(4)):
+        time.sleep(draw.random() / 300)
+        assert (made.path / "mine").read_text() == text, "another job took a living one's directory"
+    end_of_job = draw.random()
+    if end_of_job < 0.1:
+        os.kill(os.getpid(), 9)
+    made.close() if end_of_job < 0.4 else made.remove()
+"""
+
+
+def test_jobs_that_start_end_and_die_at_once_leave_each_other_alone(tmp_path):
+    end, seeds, started = time.time() + 4, iter(range(10_000)), []
+    while time.time() < end:
+        while sum(process.poll() is None for process in started) < 5:
+            command = [sys.executable, "-c", BUSY, str(tmp_path), str(next(seeds)), str(end)]
+            started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        time.sleep(0.02)
+    errors = [process.communicate()[1] for process in started]
+    assert {process.returncode for process in started} == {0, -signal.SIGKILL}, max(errors, key=len)

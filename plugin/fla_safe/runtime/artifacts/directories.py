@@ -89,9 +89,9 @@ class RankDirectory:
             user = private_directory(root / f"fla-safe-{os.geteuid()}")
             for attempt in range(256):
                 suffix = f"+{attempt}" if attempt else ""
-                job = private_directory(user / _plain(identity.job))
-                path = job / f"{_plain(identity.host)}-{_plain(identity.local_rank)}{suffix}"
                 with suppress(FileNotFoundError):  # a cleaner removed the empty job directory in between
+                    job = private_directory(user / _plain(identity.job))
+                    path = job / f"{_plain(identity.host)}-{_plain(identity.local_rank)}{suffix}"
                     if made := cls._create(user, path) or cls._adopt(path):
                         return made
         except OSError as error:
