@@ -20,7 +20,7 @@ def warmup(
     batch: Annotated[int, typer.Option(min=1, help="B, without packing.")] = 1,
     packed: Annotated[bool, typer.Option(help="Rows hold several segments.")] = True,
     dtype: Annotated[str, typer.Option(help="Of activations and parameters: bfloat16, float16, float32.")] = "bfloat16",
-    kernel: Annotated[str, typer.Option(help="auto, fla, flash_qla; as --gdn_kernel.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="auto, fla, flash_qla, te; as --gdn_kernel.")] = "auto",
     start: Annotated[Path | None, typer.Option(help="Bundle to start from: only what it lacks is tuned.")] = None,
     cache_root: Annotated[Path | None, typer.Option(help="As --gdn_cache_root.")] = None,
 ) -> None:
