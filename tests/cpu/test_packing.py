@@ -68,6 +68,14 @@ def test_padded_offsets_win_over_the_plain_ones() -> None:
     assert segments.offsets_host == (0, 6, 12)
 
 
+def test_parameters_of_another_format_describe_no_pack() -> None:
+    """Attention layers get lengths of a padded batch in the same class."""
+    params = pack(0, 5, 9)
+    params.qkv_format = "sbhd"
+    assert packing_for(params, total=9, batch=2, device=CPU).segments is None
+    assert packing_for(None, total=9, batch=2, device=CPU).segments is None
+
+
 @pytest.mark.parametrize(
     ("params", "batch", "message"),
     [
