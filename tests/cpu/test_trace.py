@@ -35,6 +35,8 @@ JIT = ("/x/site-packages/triton/runtime/jit.py", 9, "run")
         ("/x/libtriton.so", (JIT,), False, "Triton cache"),
         ("/x/libtriton.so", (JIT,), True, "Python imports"),
         ("/cache/AB/file", (), False, "Triton cache"),
+        ("/cache", (), False, "Triton cache"),
+        ("/cache_of_images/train.csv", (), False, "data set"),
         ("/out/model.safetensors", (), False, "checkpoint"),
         ("/data/train.jsonl", (), False, "data set"),
         ("/x/pkg/mod.py", (), False, "Python imports"),
@@ -199,6 +201,74 @@ def test_a_forked_child_writes_its_own_file(run: Run) -> None:
     assert run.trainers == [parent]
 
 
+CHILDREN = """
+import multiprocessing, sys
+import torch
+
+def work():
+    open('/etc/hostname').close()
+
+if __name__ == '__main__':
+    for method in sys.argv[1:]:
+        context = multiprocessing.get_context(method)
+        if method == 'forkserver':
+            context.set_forkserver_preload(['torch'])
+        child = context.Process(target=work)
+        child.start()
+        child.join()
+"""
+
+
+def test_children_of_every_start_method_are_recorded_to_their_end(tmp_path: Path) -> None:
+    """Workers of a data loader are such children; most of what a short one did is in its last interval."""
+    (tmp_path / "job.py").write_text(CHILDREN)
+    done = traced(tmp_path / "trace", [sys.executable, str(tmp_path / "job.py"), "fork", "forkserver"])
+    assert done.returncode == 0, done.stderr
+    opened = [p for p in read_run(tmp_path / "trace").processes if "/etc/hostname" in {s[1] for s in p.sites}]
+    assert len(opened) == 2
+    assert all(process.ended for process in opened)
+
+
+ODD = """
+import os, pathlib, sys
+import torch
+from fla_safe.trace import record
+os.chdir(sys.argv[1])
+name = b'caf\\xe9 | x\\n.bin'
+open(name, 'w').close()
+for _ in range(4):
+    open(os.fsdecode(name)).close()
+    os.stat(next(os.scandir()))
+    os.stat(pathlib.Path('away') / '..')
+    record.step()
+"""
+
+
+def test_names_of_any_bytes_and_type_are_reported_as_paths(tmp_path: Path) -> None:
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "away").mkdir()
+    (tmp_path / "job.py").write_text(ODD)
+    done = traced(tmp_path / "trace", [sys.executable, str(tmp_path / "job.py"), str(tmp_path / "odd")])
+    assert done.returncode == 0, done.stderr
+    write_report(tmp_path / "trace")
+    page = (tmp_path / "trace" / "report.md").read_text()
+    assert "| `caf\\udce9 \\| x .bin` |" in page
+    assert "| `away/..` |" in page
+    assert "<DirEntry" not in page
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_without_a_steady_half_is_not_called_clean(tmp_path: Path, killed: bool) -> None:
+    lines = [{"kind": "process", "version": 1, "t": 1.0, "pid": 1, "host": "h", "rank": None, "parent": 0}]
+    lines[0] |= {"python": "", "torch": "", "argv": [], "environment": {}}
+    if not killed:  # all steps in the one line that was written at the end
+        ops = {"FLA backend probing": {"opens": 900}}
+        lines.append({"kind": "interval", "t0": 1.0, "t1": 1.5, "step": 10, "ops": ops, "io": {}})
+    (tmp_path / "main.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (said,) = write_report(tmp_path)["verdict"]
+    assert said.startswith("The run was too short to tell what lasts")
+
+
 def test_the_cause_is_stated_in_words(run: Run) -> None:
     said = summarise(run)["verdict"]
     assert said[0].startswith("Cause: FLA backend probing.")
@@ -286,11 +356,30 @@ def test_a_trace_that_cannot_be_written_leaves_the_job_alone(tmp_path: Path) -> 
     assert "--gdn_impl" not in done.stderr
 
 
+@pytest.mark.parametrize("flags", [[], ["--strace"]], ids=["plain", "strace"])
+def test_a_signal_of_the_scheduler_reaches_the_command(flags: list[str], tmp_path: Path) -> None:
+    if flags and strace.command(tmp_path) is None:
+        pytest.skip("strace is not installed or may not trace here")
+    script = "trap 'echo saved; exit 9' TERM; echo ready; while :; do sleep 0.05; done"
+    command = [sys.executable, "-m", "fla_safe.cli", "trace", "--out", str(tmp_path / "a b"), *flags]
+    with subprocess.Popen(
+        [*command, "--", "bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "ready\n"
+        job.terminate()
+        out, error = job.communicate(timeout=30)
+    assert (job.returncode, out) == (9, "saved\n")
+    assert f"fla-safe report '{tmp_path}/a b'" in error
+
+
 def test_what_cannot_be_traced_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "main.jsonl").write_text("")
     for folder, command, text in (
         (tmp_path / "old", "true", "is not empty"),
+        (tmp_path / "old" / "main.jsonl", "true", "File exists"),
+        (tmp_path / "old" / "main.jsonl" / "new", "true", "Not a directory"),
         (tmp_path / "new", "no-such-command", "no-such-command: No such file"),
     ):
         refused = CliRunner().invoke(app, ["trace", "--out", str(folder), "--", command])
@@ -301,6 +390,18 @@ def test_what_cannot_be_traced_is_refused_by_name(tmp_path: Path, monkeypatch: p
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in refused.output
     with pytest.raises(TraceError, match="holds no trace"):
         read_run(tmp_path / "n")
+    (tmp_path / "old" / "main.jsonl").write_text('{"kind": "process", "version": 99}\n')
+    with pytest.raises(TraceError, match="has format 99"):
+        read_run(tmp_path / "old")
+
+
+def test_a_report_that_cannot_be_written_is_refused_by_name(run: Run, tmp_path: Path) -> None:
+    shutil.copytree(run.folder, tmp_path / "trace")
+    (tmp_path / "trace" / "report.md").unlink(missing_ok=True)
+    (tmp_path / "trace" / "report.md").mkdir()
+    refused = CliRunner().invoke(app, ["report", str(tmp_path / "trace")])
+    assert refused.exit_code == 2
+    assert "TraceError" in refused.output
 
 
 def launches(gpu: Any, frozen: bool) -> None:

@@ -64,7 +64,9 @@ def classify(path: str, frames: tuple[Frame, ...] = (), *, importing: bool = Fal
     low = path.lower()
     if low.endswith(_IMAGES):
         return "image loading"
-    if low.endswith(_TRITON) or any(part in low for part in _TRITON_PARTS) or (cache and path.startswith(cache)):
+    if low.endswith(_TRITON) or any(part in low for part in _TRITON_PARTS):
+        return "Triton cache"
+    if cache and f"{path}/".startswith(f"{cache.rstrip('/')}/"):
         return "Triton cache"
     if importing:
         return "Python imports"

@@ -1,11 +1,13 @@
 """`fla-safe trace` and `fla-safe report`."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -28,18 +30,25 @@ def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] =
         exact: under strace.
 
     Raises:
-        TraceError: the folder holds something, strace cannot run, or the environment keeps the recorder out.
+        TraceError: the folder holds something or cannot be made, strace or the command cannot run, or the environment
+            keeps the recorder out.
     """
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         raise TraceError(
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0", "PyTorch loads extensions at `import torch`", "unset the variable"
         )
-    if folder.exists() and any(folder.iterdir()):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        filled = any(folder.iterdir())
+    except OSError as error:
+        raise TraceError(
+            f"{folder}: {error.strerror}", "a folder that can be made and written to", "name another with --out"
+        ) from error
+    if filled:
         raise TraceError(
             f"{folder} is not empty", "a new folder: two runs would be added up", "name another with --out"
         )
     prefix: list[str] = []
-    folder.mkdir(parents=True, exist_ok=True)
     if exact:
         from fla_safe.trace import strace
 
@@ -53,7 +62,7 @@ def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] =
     except OSError as error:
         raise TraceError(f"{command[0]}: {error.strerror}", "a command", "check its name") from error
     # A terminal sends Ctrl-C to the command as well; a scheduler sends SIGTERM to this process alone.
-    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    before = signal.signal(signal.SIGTERM, lambda *_: _terminate(child.pid, exact))
     try:
         while True:
             try:
@@ -62,6 +71,14 @@ def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] =
                 continue
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(pid: int, exact: bool) -> None:
+    """Ask the command to end. Strace, which ignores that while it writes to files, is its parent and ends with it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    for command in children.read_text().split() if exact and children.exists() else [pid]:
+        with suppress(ProcessLookupError):
+            os.kill(int(command), signal.SIGTERM)
 
 
 def trace(
@@ -78,7 +95,7 @@ def trace(
     folder = out or Path("runs") / time.strftime("trace-%Y%m%d-%H%M%S")
     with named_errors():
         status = run_traced(command, folder, kernels=(*KERNELS, *(kernel or ())), exact=strace)
-    sys.stderr.write(f"fla-safe: traced to {folder}; next: fla-safe report {folder}\n")
+    sys.stderr.write(f"fla-safe: traced to {folder}; next: fla-safe report {shlex.quote(str(folder))}\n")
     raise typer.Exit(status if status >= 0 else 128 - status)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fla_safe.errors import FlaSafeError
+from fla_safe.trace.record import VERSION
 
 __all__ = ["Process", "Run", "Table", "TraceError", "per", "read_run", "spread", "table"]
 
@@ -110,14 +111,15 @@ def read_run(folder: Path) -> Run:
     """Read all `*.jsonl` of a trace folder. A file that was cut off (a killed rank) counts up to its last whole line.
 
     Raises:
-        TraceError: there is none.
+        TraceError: there is none, or one of another version.
     """
     processes = [p for path in sorted(folder.glob("*.jsonl")) if (p := _read(path)) is not None]
     if not processes:
         raise TraceError(
             f"{folder} holds no trace of a Python process that imported torch",
             "files written by `fla-safe trace`",
-            "name the folder that `fla-safe trace` printed; TORCH_DEVICE_BACKEND_AUTOLOAD=0 prevents traces",
+            "name the folder that `fla-safe trace` printed; no process writes one without torch, without fla-safe in "
+            "its Python, or with TORCH_DEVICE_BACKEND_AUTOLOAD=0",
         )
     trainers = [p for p in processes if p.steps] or [p for p in processes if p.launches] or processes
     begins = [_middle(p) for p in trainers]
@@ -134,7 +136,11 @@ def _read(path: Path) -> Process | None:
             line = json.loads(text)
         except json.JSONDecodeError:
             continue
+        if not isinstance(line, dict):
+            return None
         if line.get("kind") == "process":
+            if line["version"] != VERSION:
+                raise TraceError(f"{path} has format {line['version']}", f"format {VERSION}", "trace it again")
             process = Process(line)
         elif process is None:
             return None

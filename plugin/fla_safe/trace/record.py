@@ -104,8 +104,8 @@ def _after_fork() -> None:
         _recorder = Recorder(parent.directory, parent.launches.watched)
         _recorder.run()
         util = sys.modules.get("multiprocessing.util")
-        if util is not None:  # its children end with os._exit, past atexit
-            util.Finalize(None, _stop, exitpriority=0)
+        if util is not None:  # its children end with os._exit, past atexit, and begin by forgetting all finalisers
+            util.register_after_fork(_recorder, lambda _: util.Finalize(None, _stop, exitpriority=0))
     except Exception as error:
         sys.stderr.write(f"fla_safe: a forked process is not traced: {error}\n")
 
@@ -187,7 +187,7 @@ class Recorder:
         """Count one operation of the calling thread."""
         if threading.get_ident() == self._writer:
             return
-        path = target.decode(errors="replace") if isinstance(target, bytes) else str(target)
+        path = target if isinstance(target, str) else _text(target)
         frames, importing = _stack()
         with self._lock:
             site = self.sites.find(operation, path, frames, importing)
@@ -283,6 +283,12 @@ class Recorder:
             if not self._ended.is_set():
                 self._ended.set()
                 sys.stderr.write(f"fla_safe: the trace ends here: {error}\n")
+
+
+def _text(target: Any) -> str:
+    if isinstance(target, os.PathLike):
+        target = os.fspath(target)
+    return target.decode(errors="replace") if isinstance(target, bytes) else str(target)
 
 
 def _optimizer_stepped(optimizer: object, *_: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fla_safe.trace import strace
 from fla_safe.trace.causes import CAUSES
-from fla_safe.trace.merge import Process, Run, Table, per, read_run, spread, table
+from fla_safe.trace.merge import Process, Run, Table, TraceError, per, read_run, spread, table
 from fla_safe.trace.words import verdict
 
 __all__ = ["summarise", "write_report"]
@@ -40,6 +40,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "io": _io(everything),
         "steady": {
             "begin": run.window[0],
+            "intervals": len(steady),
             "seconds": round(run.steady_seconds, 3),
             "steps": run.steady_steps,
             "counts": counts,
@@ -72,13 +73,19 @@ def write_report(folder: Path) -> dict[str, Any]:
     """Write report.json, report.md and plots into the folder of a trace, and return the report.
 
     Raises:
-        TraceError: the folder holds no trace.
+        TraceError: the folder holds no trace, or cannot be read or written to.
     """
-    run = read_run(folder)
-    report = summarise(run)
-    report["plots"] = _plots(run)
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (folder / "report.md").write_text(_markdown(report))
+    try:
+        run = read_run(folder)
+        report = summarise(run)
+        report["plots"] = _plots(run)
+        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        # A file's name may be no text.
+        (folder / "report.md").write_text(_markdown(report), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise TraceError(
+            f"{error.filename or folder}: {error.strerror}", "a trace that can be read, and room beside it", "copy it"
+        ) from error
     return report
 
 
@@ -178,7 +185,7 @@ def _markdown(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for site in report["sites"][:20]:
-        path = site["path"].replace("|", "\\|")
+        path = " ".join(site["path"].replace("|", "\\|").splitlines())
         lines.append(
             f"| {site['count']} | {site['operation']} | {site['cause']} | `{path}` | {site['stack'].replace('|', '')} |"
         )

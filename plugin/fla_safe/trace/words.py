@@ -20,6 +20,11 @@ def touches(operations: dict[str, float]) -> float:
 def verdict(report: dict[str, Any]) -> list[str]:
     """Sentences, the most important first."""
     steady = report["steady"]
+    if not steady["intervals"]:
+        return [
+            "The run was too short to tell what lasts: nothing was written down in the second half of its steps (there "
+            "is a line a second, or one for each announced step). See the counts of the whole run."
+        ]
     unit = "rank and step" if steady["steps"] else "second"
     rates = steady["per_rank_and_step"] if steady["steps"] else steady["per_second"]
     lasting = {c: o for c, o in rates.items() if c in steady["sustained"] and touches(o) >= SUSTAINED}
