@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by every recipe: checks whatever can be checked before the first process starts. What is wrong is one line.
 
 fail() {
@@ -5,11 +6,25 @@ fail() {
     exit 1
 }
 
-# A number of the environment, at least 1 (or the given minimum).
+# check_number NAME [MINIMUM [MAXIMUM]]: a variable holds a whole number in the range.
 check_number() {
-    local name=$1 minimum=${2:-1}
-    [[ ${!name} =~ ^(0|[1-9][0-9]*)$ && ${!name} -ge $minimum ]] ||
-        fail "$name=${!name} is not a whole number of at least $minimum"
+    local name=$1 minimum=${2:-1} maximum=${3:-99999}
+    [[ ${!name} =~ ^(0|[1-9][0-9]{0,4})$ && ${!name} -ge $minimum && ${!name} -le $maximum ]] ||
+        fail "$name=${!name} is not a whole number of $minimum to $maximum"
+}
+
+# value_of FLAG DEFAULT ARGUMENTS...: what ms-swift will take, which is the last value that is given.
+value_of() {
+    local name=__$1 value=$2
+    shift 2
+    while [ $# -gt 0 ]; do
+        case ${1//-/_} in
+            "$name") value=${2-} ;;
+            "$name"=*) value=${1#*=} ;;
+        esac
+        shift
+    done
+    printf '%s' "$value"
 }
 
 # A name on a model hub: owner/name, not a path that was mistyped.
@@ -21,10 +36,12 @@ check_inputs() {
     else
         is_hub_name "$MODEL" || fail "MODEL=$MODEL is neither a folder nor a hub name such as $RECIPE_MODEL"
     fi
-    if [ -e "$DATA" ]; then
-        [[ -f $DATA && -r $DATA ]] || fail "DATA=$DATA is not a readable file"
-        [ -s "$DATA" ] || fail "DATA=$DATA is empty"
-    elif [[ $DATA =~ \.(jsonl?|csv|parquet|txt)$ ]] || ! is_hub_name "$DATA"; then
+    local file=$DATA
+    [[ -e $file || ! $file =~ \#[0-9]+$ ]] || file=${file%#*} # ms-swift: so many samples of it
+    if [ -e "$file" ]; then
+        [[ -f $file && -r $file ]] || fail "DATA=$DATA is not a readable file"
+        [ -s "$file" ] || fail "DATA=$DATA is empty"
+    elif [[ $file =~ \.(jsonl?|csv|parquet|txt)$ ]] || ! is_hub_name "$DATA"; then
         fail "DATA=$DATA is neither a file nor a hub name"
     fi
     mkdir -p "$OUTPUT" 2>/dev/null || true
@@ -41,8 +58,13 @@ check_inputs() {
 
 # GPUs that processes of this node will see, or nothing where no driver answers.
 visible_gpus() {
-    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true
+    local count=0
+    local devices
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
+        # CUDA looks no further than the first entry that names no GPU.
+        while [[ ${devices[count]-} == [!-]* ]]; do count=$((count + 1)); done
+        echo "$count"
     elif command -v nvidia-smi >/dev/null; then
         nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
     fi
@@ -53,7 +75,7 @@ check_nodes() {
     check_number NNODES
     check_number NPROC_PER_NODE
     check_number NODE_RANK 0
-    check_number MASTER_PORT
+    check_number MASTER_PORT 1 65535
     [ "$NODE_RANK" -lt "$NNODES" ] || fail "NODE_RANK=$NODE_RANK, but NNODES=$NNODES nodes count from 0"
     if [ "$NNODES" -gt 1 ]; then
         [ -n "${MASTER_ADDR:-}" ] ||
@@ -64,9 +86,16 @@ check_nodes() {
         fail "${gpus:-no} GPUs are visible, and $NPROC_PER_NODE processes a node need one each; set NPROC_PER_NODE"
 }
 
-# check_sizes TP PP EP CP MICRO_BATCH GLOBAL_BATCH: the number of GPUs fits them.
+# check_sizes TP PP EP CP MICRO_BATCH GLOBAL_BATCH FLAGS...: the number of GPUs fits them, or what flags say instead.
 check_sizes() {
-    local tp=$1 pp=$2 ep=$3 cp=$4 micro=$5 batch=$6
+    local tp pp ep cp micro batch size
+    tp=$(value_of tensor_model_parallel_size "$1" "${@:7}")
+    pp=$(value_of pipeline_model_parallel_size "$2" "${@:7}")
+    ep=$(value_of expert_model_parallel_size "$3" "${@:7}")
+    cp=$(value_of context_parallel_size "$4" "${@:7}")
+    micro=$(value_of micro_batch_size "$5" "${@:7}")
+    batch=$(value_of global_batch_size "$6" "${@:7}")
+    for size in tp pp ep cp micro batch; do check_number $size; done
     local world=$((NNODES * NPROC_PER_NODE))
     [ $((world % (tp * pp * cp))) -eq 0 ] ||
         fail "$NNODES x $NPROC_PER_NODE = $world GPUs cannot be divided by TP$tp x PP$pp x CP$cp"

@@ -199,7 +199,8 @@ RECIPE=${{BASH_SOURCE[0]}} RECIPE_NODES={recipe.nodes} RECIPE_MODEL={recipe.mode
 . "$(dirname "$RECIPE")/../launch.sh"
 check_inputs
 check_nodes
-check_sizes {" ".join(map(str, numbers))}"""
+check_sizes {" ".join(map(str, numbers))} "$@"\
+"""
 
 
 def _command(recipe: Recipe) -> str:

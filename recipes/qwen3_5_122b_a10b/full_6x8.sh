@@ -22,7 +22,7 @@ RECIPE=${BASH_SOURCE[0]} RECIPE_NODES=6 RECIPE_MODEL=Qwen/Qwen3.5-122B-A10B
 . "$(dirname "$RECIPE")/../launch.sh"
 check_inputs
 check_nodes
-check_sizes 2 6 8 1 1 128
+check_sizes 2 6 8 1 1 128 "$@"
 
 exec megatron sft \
     --gdn_impl fla_safe \

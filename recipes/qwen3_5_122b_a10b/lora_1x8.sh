@@ -21,7 +21,7 @@ RECIPE=${BASH_SOURCE[0]} RECIPE_NODES=1 RECIPE_MODEL=Qwen/Qwen3.5-122B-A10B
 . "$(dirname "$RECIPE")/../launch.sh"
 check_inputs
 check_nodes
-check_sizes 2 1 8 1 1 128
+check_sizes 2 1 8 1 1 128 "$@"
 
 exec megatron sft \
     --gdn_impl fla_safe \

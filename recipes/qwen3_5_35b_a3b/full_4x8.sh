@@ -22,7 +22,7 @@ RECIPE=${BASH_SOURCE[0]} RECIPE_NODES=4 RECIPE_MODEL=Qwen/Qwen3.5-35B-A3B
 . "$(dirname "$RECIPE")/../launch.sh"
 check_inputs
 check_nodes
-check_sizes 2 2 8 1 2 128
+check_sizes 2 2 8 1 2 128 "$@"
 
 exec megatron sft \
     --gdn_impl fla_safe \

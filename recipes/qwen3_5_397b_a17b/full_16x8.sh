@@ -22,7 +22,7 @@ RECIPE=${BASH_SOURCE[0]} RECIPE_NODES=16 RECIPE_MODEL=Qwen/Qwen3.5-397B-A17B
 . "$(dirname "$RECIPE")/../launch.sh"
 check_inputs
 check_nodes
-check_sizes 2 4 32 1 1 128
+check_sizes 2 4 32 1 1 128 "$@"
 
 exec megatron sft \
     --gdn_impl fla_safe \

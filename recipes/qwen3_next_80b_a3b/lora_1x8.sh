@@ -20,7 +20,7 @@ RECIPE=${BASH_SOURCE[0]} RECIPE_NODES=1 RECIPE_MODEL=Qwen/Qwen3-Next-80B-A3B-Ins
 . "$(dirname "$RECIPE")/../launch.sh"
 check_inputs
 check_nodes
-check_sizes 2 1 4 1 1 128
+check_sizes 2 1 4 1 1 128 "$@"
 
 exec megatron sft \
     --gdn_impl fla_safe \

@@ -1,19 +1,25 @@
 #!/usr/bin/env bash
 # What:      the real `megatron sft` on a tiny random Qwen3.5-MoE vision-language model: packed image-text dialogues,
 #            full recompute, TP x PP x EP, GDN layers of fla_safe.
-# Hardware:  4 GPUs (TP2 PP2 EP2), 2 (TP2 EP2), 1 (TP1); none: four gloo processes on the CPU (FLA_SAFE_CPU=1).
+# Hardware:  1, 2 or 4 GPUs; or none: gloo processes on the CPU (FLA_SAFE_CPU=1).
+# Sizes:     TP2 PP2 EP2 on 4 GPUs and on the CPU, TP2 EP2 on 2, TP1 on 1; packs of up to 512 tokens, 1 to a micro-batch.
 # Expected:  the loss falls from about 12.5 (the logarithm of the vocabulary) within 24 steps. See the card beside this file.
+# How long:  some minutes on two CPU cores; a minute or more of a first run on a GPU is the warm-up.
 # Use:       MODEL=<checkpoint> DATA=<train.jsonl> OUTPUT=<folder> bash recipes/tiny/train.sh [megatron sft flags]
 #            Further variables: GPUS (default: those found), TP PP EP, ITERS, GDN_IMPL.
 set -euo pipefail
 
+RECIPE=${BASH_SOURCE[0]} RECIPE_MODEL=Qwen/Qwen3.5-35B-A3B
 : "${MODEL:?a checkpoint, made by scripts/make_tiny_model.py}"
 : "${DATA:?a JSONL file, made by scripts/make_multimodal_data.py}"
 : "${OUTPUT:?a folder to write to}"
+. "$(dirname "$RECIPE")/../launch.sh"
+check_inputs
 if [ "${FLA_SAFE_CPU:-0}" = 1 ]; then GPUS=0; fi
 if [ -z "${GPUS:-}" ]; then
     GPUS=$(TORCH_DEVICE_BACKEND_AUTOLOAD=0 python -c 'import torch; print(torch.cuda.device_count())')
 fi
+check_number GPUS 0
 
 if [ "$GPUS" -ge 4 ] || [ "$GPUS" -eq 0 ]; then
     processes=4 tp=2 pp=2 ep=2
@@ -22,8 +28,11 @@ elif [ "$GPUS" -ge 2 ]; then
 else
     processes=1 tp=1 pp=1 ep=1
 fi
-tp=${TP:-$tp} pp=${PP:-$pp} ep=${EP:-$ep}
+tp=${TP:-$tp} pp=${PP:-$pp} ep=${EP:-$ep} NNODES=${NNODES:-1}
 export NPROC_PER_NODE=${NPROC_PER_NODE:-$processes}
+check_number NNODES
+check_number NPROC_PER_NODE
+check_sizes "$tp" "$pp" "$ep" 1 1 2 "$@"
 # A free port, so that two runs on one host do not meet.
 export MASTER_PORT=${MASTER_PORT:-$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')}
 [ "$tp" -gt 1 ] && sequence_parallel=true || sequence_parallel=false

@@ -41,6 +41,13 @@ class Bench:
         (folder / "train.jsonl").write_text(json.dumps({"messages": []}) + "\n")
         return cls(folder)
 
+    def model(self) -> str:
+        """A checkpoint folder."""
+        folder = self.folder / "a model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        return str(folder)
+
     def environment(self, **changes: str | None) -> dict[str, str]:
         """Variables of a good run on the first of several nodes, with changes; None removes one."""
         variables: dict[str, str | None] = {

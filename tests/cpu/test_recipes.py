@@ -119,7 +119,7 @@ print(json.dumps(result))
 def test_the_real_parser_of_ms_swift_knows_every_flag(bench: Bench) -> None:
     commands = {str(recipe.path): bench.command(FOLDER / recipe.path) for recipe in TABLE}
     assert all(command[0] == "sft" for command in commands.values())
-    tiny = bench.command(FOLDER / "tiny" / "train.sh", MODEL="model", GPUS="1", MASTER_PORT="1")
+    tiny = bench.command(FOLDER / "tiny" / "train.sh", MODEL=bench.model(), GPUS="1", MASTER_PORT="1")
     jobs = {name: command[1:] for name, command in commands.items()}
     jobs |= {
         "tiny": tiny[1:],
@@ -153,6 +153,7 @@ REFUSALS: dict[str, tuple[dict[str, str | None], str]] = {
     "no data": ({"DATA": None}, "DATA: a JSONL file"),
     "no output": ({"OUTPUT": None}, "OUTPUT: a folder"),
     "data file missing": ({"DATA": "data/train.jsonl"}, "DATA=data/train.jsonl is neither a file nor a hub name"),
+    "part of a data file missing": ({"DATA": "data/train.jsonl#5"}, "DATA=data/train.jsonl#5 is neither a file nor"),
     "data path mistyped": ({"DATA": "/no/such/data"}, "neither a file nor a hub name"),
     "data file empty": ({"DATA": "/dev/null"}, "not a readable file"),
     "model folder without config": ({"MODEL": "recipes"}, "holds no config.json"),
@@ -166,7 +167,11 @@ REFUSALS: dict[str, tuple[dict[str, str | None], str]] = {
     "node rank no number": ({"NODE_RANK": "one"}, "NODE_RANK=one is not a whole number"),
     "nodes no number": ({"NNODES": "two"}, "NNODES=two is not a whole number"),
     "leading zero": ({"NODE_RANK": "08"}, "NODE_RANK=08 is not a whole number"),
+    "port too large": ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a whole number of 1 to 65535"),
+    "number too large": ({"NPROC_PER_NODE": "9" * 20}, "99 is not a whole number"),
     "too few GPUs": ({"CUDA_VISIBLE_DEVICES": "0,1"}, "2 GPUs are visible"),
+    "no GPU visible": ({"CUDA_VISIBLE_DEVICES": ""}, "0 GPUs are visible"),
+    "GPUs after one that is none": ({"CUDA_VISIBLE_DEVICES": "0,-1,1,2,3,4,5,6"}, "1 GPUs are visible"),
     "world not divisible by TP x PP": ({"NNODES": "1", "NPROC_PER_NODE": "2"}, "cannot be divided by TP2 x PP2 x CP1"),
     "world not divisible by EP": ({"NNODES": "1", "NPROC_PER_NODE": "8"}, "cannot be divided by PP2 x EP8"),
     "batch not divisible by replicas": ({"NNODES": "6"}, "global batch 128 cannot be divided"),
@@ -184,6 +189,48 @@ def test_bad_input_is_one_line_before_anything_starts(bench: Bench, wrong: str) 
         bench.record()
 
 
+@pytest.mark.parametrize(
+    ("flags", "nodes", "line"),
+    [
+        (["--expert_model_parallel_size", "4"], "3", "global batch 128 cannot be divided by micro-batch 2 x 6"),
+        (["--expert-model-parallel-size=4", "--global_batch_size", "96"], "3", ""),
+        (["--tensor_model_parallel_size", "4", "--tensor_model_parallel_size", "3"], "2", "TP3 x PP2 x CP1"),
+        (["--micro_batch_size", "two"], "2", "micro=two is not a whole number"),
+    ],
+    ids=["batch", "fits", "the last one counts", "no number"],
+)
+def test_sizes_are_checked_as_flags_change_them(bench: Bench, flags: list[str], nodes: str, line: str) -> None:
+    done = bench.bash(str(FOLDER / REPORTED), *flags, NNODES=nodes)
+    assert (done.returncode == 0) == (not line), done.stderr
+    assert line in done.stderr
+
+
+# What is wrong with a run of the tiny recipe, which starts without a list of nodes.
+TINY: dict[str, tuple[dict[str, str | None], str]] = {
+    "model missing": ({"MODEL": "/no/such/model"}, "MODEL=/no/such/model is neither a folder nor"),
+    "data missing": ({"DATA": "none.jsonl"}, "DATA=none.jsonl is neither a file nor"),
+    "GPUS no number": ({"GPUS": "all"}, "GPUS=all is not a whole number"),
+    "sizes": ({"TP": "4", "GPUS": "2"}, "1 x 2 = 2 GPUs cannot be divided by TP4 x PP1 x CP1"),
+    "TP no number": ({"TP": "two"}, "tp=two is not a whole number"),
+    "processes": ({"NPROC_PER_NODE": "3"}, "1 x 3 = 3 GPUs cannot be divided by TP2 x PP2 x CP1"),
+}
+
+
+@pytest.mark.parametrize("wrong", TINY)
+def test_bad_input_of_the_tiny_recipe_is_one_line(bench: Bench, wrong: str) -> None:
+    changes, line = TINY[wrong]
+    done = bench.bash(str(FOLDER / "tiny" / "train.sh"), **{"MODEL": bench.model(), "GPUS": "0", **changes})
+    assert done.returncode != 0
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_part_of_a_data_file_is_a_data_file(bench: Bench) -> None:
+    data = f"{bench.folder / 'train.jsonl'}#500"
+    command = bench.command(FOLDER / REPORTED, DATA=data)
+    assert command[command.index("--dataset") + 1] == data
+
+
 def test_an_empty_data_file_is_refused(bench: Bench) -> None:
     (bench.folder / "train.jsonl").write_text("")
     done = bench.bash(str(FOLDER / REPORTED))
@@ -197,14 +244,12 @@ def test_no_driver_is_refused(bench: Bench) -> None:
 
 
 def test_own_flags_come_last_and_own_variables_stay(bench: Bench) -> None:
-    model = bench.folder / "a model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = bench.model()
     command = bench.command(
-        FOLDER / REPORTED, "--gdn_impl", "default", MODEL=str(model), EPOCHS="3", PYTORCH_CUDA_ALLOC_CONF="x:1"
+        FOLDER / REPORTED, "--gdn_impl", "default", MODEL=model, EPOCHS="3", PYTORCH_CUDA_ALLOC_CONF="x:1"
     )
     assert command[-2:] == ["--gdn_impl", "default"]
-    assert command[command.index("--model") + 1] == str(model)
+    assert command[command.index("--model") + 1] == model
     assert command[command.index("--num_train_epochs") + 1] == "3"
     variables = bench.record()[0]
     assert variables["PYTORCH_CUDA_ALLOC_CONF"] == "x:1"
@@ -249,7 +294,7 @@ def test_the_shell_can_read_it_and_every_variable_is_set_or_documented(script: P
     if script in shared:
         family = "\n".join([*(path.read_text() for path in shared), (FOLDER / REPORTED).read_text()])
     # A default or a message in the expansion means that the variable may come from outside.
-    outside = set(re.findall(r"\$\{([A-Za-z_]\w*):?[-?=]", family))
+    outside = set(re.findall(r"\$\{([A-Za-z_]\w*):?[-?=+]", family))
     assigned = set(re.findall(r"(?:^|[\s;&(])([A-Za-z_]\w*)=", family, re.MULTILINE))
     assigned |= {name for line in re.findall(r"\blocal ((?:\w+ ?)+)$", family, re.MULTILINE) for name in line.split()}
     code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
@@ -274,8 +319,8 @@ def test_every_recipe_has_a_header_and_a_card(folder: Path) -> None:
     for path in folder.glob("*.sh"):
         text = path.read_text()
         assert "set -euo pipefail" in text
-        for field in ("What:", "Hardware:", "Expected:", "Use:"):
-            assert f"# {field}" in text
+        for field in ("What:", "Hardware:", "Sizes:", "Expected:", "How long:", "Use:"):
+            assert f"\n# {field}" in text
 
 
 @by_path
