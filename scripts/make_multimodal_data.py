@@ -103,10 +103,14 @@ def make_data(
         )
     rng = random.Random(seed)
     pool = _make_pictures(out / "images", load_photographs(), pictures, max_side, rng)
-    path = out / "train.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(samples):
-            file.write(json.dumps(_sample(pool, text_only, rng), ensure_ascii=False) + "\n")
+    path, unfinished = out / "train.jsonl", out / ".train.jsonl"
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            for _ in range(samples):
+                file.write(json.dumps(_sample(pool, text_only, rng), ensure_ascii=False) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return path
 
 

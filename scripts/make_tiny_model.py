@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -52,10 +52,13 @@ class Sizes:
     Attributes:
         hidden: width of the residual stream.
         layers: layers in all; every fourth is full attention, the others are GDN.
-        heads, kv_heads, head_dim: of full attention; heads must be a multiple of kv_heads.
+        heads, kv_heads, head_dim: of full attention; heads must be a multiple of kv_heads, head_dim of 8.
         key_heads, value_heads, gdn_dim: of GDN; value_heads must be a multiple of key_heads.
         experts, expert_hidden, top_k: of the MoE families.
-        vision_layers, vision_hidden: of the vision tower.
+        vision_layers, vision_hidden: of the vision tower; vision_hidden must be a multiple of 8.
+
+    Raises:
+        ValueError: sizes that make no model.
     """
 
     hidden: int = 64
@@ -73,9 +76,18 @@ class Sizes:
     vision_hidden: int = 32
 
     def __post_init__(self) -> None:
+        sizes = asdict(self)
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size}: expected at least 1")
         for name, of in (("value_heads", "key_heads"), ("heads", "kv_heads")):
-            if getattr(self, name) % getattr(self, of):
-                raise ValueError(f"{name}={getattr(self, name)}: expected a multiple of {of}={getattr(self, of)}")
+            if sizes[name] % sizes[of]:
+                raise ValueError(f"{name}={sizes[name]}: expected a multiple of {of}={sizes[of]}")
+        for name in ("head_dim", "vision_hidden"):  # a quarter is rotated in pairs; two heads, each half rotated
+            if sizes[name] % 8:
+                raise ValueError(f"{name}={sizes[name]}: expected a multiple of 8")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k}: expected at most experts={self.experts}")
 
 
 def make_tiny_model(
@@ -235,7 +247,7 @@ def _main(
             vision_layers, vision_hidden,
         )  # fmt: skip
         parameters = make_tiny_model(out, family=family, sizes=sizes, dtype=dtype, seed=seed)  # type: ignore[arg-type]
-    except (ValueError, OSError, ImportError) as error:
+    except Exception as error:  # safetensors has an error of its own for a full disk
         typer.echo(f"make_tiny_model: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from error
     typer.echo(f"{out}: {family}, {parameters / 1e6:.1f} M parameters, {dtype}")

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from PIL import Image, ImageChops
+from typer.testing import CliRunner
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -86,6 +88,14 @@ def test_wrong_sizes_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
         make_multimodal_data.make_data(tmp_path, **{"samples": 1, **wrong})
 
 
+def test_data_that_could_not_be_finished_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = iter(range(3))
+    monkeypatch.setattr(make_multimodal_data, "_sample", lambda *_: {"sample": next(written)})
+    with pytest.raises(StopIteration):
+        make_multimodal_data.make_data(tmp_path, samples=9, pictures=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
 def test_the_vision_language_model_reads_a_dialogue_with_pictures(tmp_path: Path, data: Path) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -136,6 +146,32 @@ def test_other_families(family: Any, module: str, tmp_path: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_sizes_refuse_heads_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match="value_heads=3: expected a multiple of key_heads=2"):
-        make_tiny_model.Sizes(value_heads=3)
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"value_heads": 3}, "value_heads=3: expected a multiple of key_heads=2"),
+        ({"kv_heads": 0}, "kv_heads=0: expected at least 1"),
+        ({"layers": -4}, "layers=-4: expected at least 1"),
+        ({"head_dim": 12}, "head_dim=12: expected a multiple of 8"),
+        ({"vision_hidden": 12}, "vision_hidden=12: expected a multiple of 8"),
+        ({"top_k": 9}, "top_k=9: expected at most experts=4"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sizes_that_make_no_model_are_refused(wrong: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make_tiny_model.Sizes(**wrong)
+
+
+def test_a_failure_of_the_file_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import SafetensorError
+
+    def full(*_: Any, **__: Any) -> int:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(make_tiny_model, "make_tiny_model", full)
+    command = typer.Typer()
+    command.command()(make_tiny_model._main)
+    done = CliRunner().invoke(command, ["model"])
+    assert done.exit_code == 1
+    assert done.stderr.startswith("make_tiny_model: Error while serializing")
