@@ -38,11 +38,17 @@ def assert_all_close(actual: list[torch.Tensor], expected: list[torch.Tensor], t
         )
 
 
+def with_nan_tails(inputs: list[torch.Tensor], used: int) -> list[torch.Tensor]:
+    """Copies of `[1, T, ...]` with NaN in the rows that belong to nobody."""
+    return [torch.cat([x[:, :used], torch.full_like(x[:, used:], torch.nan)], 1) for x in inputs]
+
+
 @pytest.mark.parametrize("name", PACKS)
 def test_packed_rule_equals_the_oracle(name: str, poisoned_memory: None) -> None:
     cu_seqlens, total = pack(name)
     inputs = rule_inputs(1, total)
-    actual = with_grads(ops.gated_delta_rule, inputs, segments=PackedSegments.prepare(cu_seqlens, total))
+    poisoned = with_nan_tails(inputs, int(cu_seqlens[-1]))
+    actual = with_grads(ops.gated_delta_rule, poisoned, segments=PackedSegments.prepare(cu_seqlens, total))
     assert_all_close(actual, with_grads(oracle.gated_delta_rule, inputs, offsets=cu_seqlens.tolist()))
 
 
@@ -89,7 +95,8 @@ def test_rule_survives_decays_that_underflow() -> None:
 def test_packed_convolution_equals_the_oracle(name: str) -> None:
     cu_seqlens, total = pack(name)
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in [(1, total, 5), (5, 4), (5,)]]
-    actual = with_grads(ops.causal_conv1d, inputs, segments=PackedSegments.prepare(cu_seqlens, total))
+    poisoned = [*with_nan_tails(inputs[:1], int(cu_seqlens[-1])), *inputs[1:]]
+    actual = with_grads(ops.causal_conv1d, poisoned, segments=PackedSegments.prepare(cu_seqlens, total))
     expected = with_grads(oracle.causal_conv1d, inputs, cu_seqlens.tolist())
     assert_all_close(actual, expected)
 
@@ -163,6 +170,17 @@ def test_mixer_in_bf16_stays_near_the_oracle_and_repeats_bitwise() -> None:
         assert a.dtype == torch.bfloat16
         assert torch.equal(a, b)
         assert (a - c).norm() < 3e-2 * c.norm()
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_the_norm_is_rounded_before_the_gate(zero_centered: bool) -> None:
+    x, z, weight = torch.randn(50, 8).bfloat16(), torch.randn(50, 8).bfloat16(), torch.randn(8).bfloat16()
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * (weight.float() + zero_centered)
+    gate = torch.nn.functional.silu(z.float())
+    ours = ops.gated_norm(x, z, weight, zero_centered=zero_centered)
+    assert torch.equal(ours, (normed.bfloat16() * gate).bfloat16())
+    assert not torch.equal(ours, (normed * gate).bfloat16())
 
 
 @pytest.mark.parametrize("kind", KINDS)

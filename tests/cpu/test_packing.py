@@ -10,6 +10,7 @@ from fla_safe.gdn.segments import OffsetsError, PackedSegments
 
 pytest.importorskip("megatron.core", reason="the megatron floor needs megatron-core")
 
+from fla_safe.megatron import packing
 from fla_safe.megatron.packing import packing_for, prepare_before_forward
 
 CPU = torch.device("cpu")
@@ -66,6 +67,14 @@ def test_padded_offsets_win_over_the_plain_ones() -> None:
     segments = packing_for(params, total=12, batch=1, device=CPU).segments
     assert segments is not None
     assert segments.offsets_host == (0, 6, 12)
+
+
+def test_token_orders_of_unpacked_rows_are_shared_and_do_not_pile_up() -> None:
+    first, again = (packing_for(None, total=8, batch=2, device=CPU, context_parallel_size=2) for _ in range(2))
+    assert first is again
+    for total in range(12, 400, 4):
+        packing_for(None, total=total, batch=2, device=CPU, context_parallel_size=2)
+    assert len(packing._UNPACKED) <= 16
 
 
 def test_parameters_of_another_format_describe_no_pack() -> None:
