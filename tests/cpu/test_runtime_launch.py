@@ -145,6 +145,32 @@ def test_a_new_class_of_integers_after_the_freeze_is_not_compiled(gpu: Any) -> N
 
 
 @isolated
+def test_numbers_that_change_with_every_call_do_not_cost_a_launcher_each(gpu: Any) -> None:
+    """Each is a class of its own: memory and time must not grow with the steps of a job."""
+    from fake_triton.kernels import plain
+    from fla_safe.runtime.launching import launch
+
+    x, out = _floats(64), _floats(64)
+    runtime = _runtime()
+    with runtime.warmup():
+        plain[(1,)](x, out, 16, BLOCK=64)
+    runtime.freeze()
+    made, generate = [], launch.generate
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(1)
+        return generate(*args, **options)
+
+    launch.generate = counted
+    for n in range(1, 500):
+        assert _seen(gpu, lambda n=n: plain[(1,)](x, out, 16 * n, BLOCK=64)).arguments[2] == 16 * n
+    assert len(made) <= 64
+    runtime.launching.misses = 0
+    plain[(1,)](x, out, 16, BLOCK=64)
+    assert runtime.counters()["unplanned_launches"] == 0
+
+
+@isolated
 def test_integers_beyond_32_bits_are_not_cut(gpu: Any) -> None:
     from fake_triton.kernels import biased
     from fla_safe.runtime import LateCompileError

@@ -25,6 +25,7 @@ __all__ = ["ATTRIBUTE", "Launching", "Site"]
 
 ATTRIBUTE = "fla_safe_launch"
 _MOST_PLANS = 4096  # of one kernel; classes beyond take Triton's path, so that memory stays bounded
+_MOST_LATE_PLANS = 64  # after the freeze: each makes a new entry, which takes the longer the more classes there are
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Site:
     kernel: Kernel
     seen: dict[CallShape, set[int]] = field(default_factory=dict)
     plans: dict[CallShape, Plan] = field(default_factory=dict)
+    late: int = 0
     positional: int = 0
     indirect: str | None = None
     full_meta: bool = False
@@ -129,7 +131,7 @@ class Launching:
                         if moved not in plans:
                             plans[moved] = planning.build(site.kernel, moved, masks)
             with self._lock:
-                site.plans = plans
+                site.plans, site.late = plans, 0
                 if site.indirect is None:
                     self._put_entry(site)
 
@@ -164,7 +166,7 @@ class Launching:
         masks = site.plans.get(shape) if self.guard.frozen else site.seen.get(shape)
         if masks is not None and mask in masks and positional <= site.positional:
             return
-        if len(site.seen) >= _MOST_PLANS:
+        if len(site.seen) >= _MOST_PLANS or (self.guard.frozen and site.late >= _MOST_LATE_PLANS):
             return
         with self._lock:
             site.positional = max(site.positional, positional)
@@ -175,6 +177,7 @@ class Launching:
                 vars(site.kernel.outer).pop(ATTRIBUTE, None)
             elif self.guard.frozen:
                 # The binary is in memory now: give this class a plan of what exists, compile nothing.
+                site.late += 1
                 site.plans.setdefault(shape, {})[mask] = planning.variant_of(site.kernel, compiled)
                 self._put_entry(site)
 
