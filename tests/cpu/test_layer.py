@@ -1,5 +1,7 @@
-"""What the layer does not do is refused by name: when it is built, and when it is called."""
+"""What the layer refuses by name when it is built and when called; which kernel it runs, and under which guard."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +10,11 @@ import torch
 
 pytest.importorskip("megatron.core", reason="the megatron floor needs megatron-core")
 
+from fla_safe.gdn.backends import BackendError
 from fla_safe.megatron.layer import SafeForward, UnsupportedLayerError
 
 SIZES = {"tp_size": 1, "cp_size": 1, "num_key_heads": 2, "num_value_heads": 4, "activation": "silu"}
-CONFIG = {"normalization": "RMSNorm", "sequence_parallel": False}
+CONFIG = {"normalization": "RMSNorm", "sequence_parallel": False, "deterministic_mode": False}
 
 
 class Base:
@@ -57,3 +60,36 @@ def test_a_configuration_that_the_layer_does_not_do(
 def test_a_call_that_the_layer_does_not_do(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedLayerError, match=message):
         Layer({}, {}).forward(torch.zeros(4, 1, 8), None, *args, **kwargs)
+
+
+def test_deterministic_mode_means_the_torch_kernel_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fla_safe.gdn.backends.supports", lambda name, *args, **kwargs: (name == "torch", "not here"))
+    layer = Layer({}, {"deterministic_mode": True})
+    layer.kernel_name = "fla"
+    assert layer.backend_for(torch.device("cpu"), torch.float32).name == "torch"
+    layer.config.deterministic_mode = False
+    with pytest.raises(BackendError, match="not here"):
+        layer.backend_for(torch.device("cpu"), torch.float32)
+
+
+def test_the_mixer_and_nothing_else_runs_in_the_guarded_section() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def section() -> Iterator[None]:
+        seen.append("enter")
+        yield
+        seen.append("leave")
+
+    def stage(name: str) -> Any:
+        return lambda x, **kwargs: seen.append(name) or (x, None)
+
+    layer = Layer({}, {})
+    layer.conv1d = layer.out_norm = torch.nn.Conv1d(1, 1, 1)
+    vars(layer.out_norm).update(eps=1e-6, zero_centered_gamma=False)
+    layer.A_log = layer.dt_bias = torch.zeros(4)
+    layer.use_qk_l2norm = True
+    layer.section = section()
+    layer.in_proj, layer.run_mixer, layer.out_proj = stage("in"), stage("mix"), stage("out")
+    layer.forward(torch.zeros(4, 1, 8))
+    assert seen == ["in", "enter", "mix", "leave", "out"]
