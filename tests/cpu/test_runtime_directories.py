@@ -166,9 +166,13 @@ def test_the_first_place_with_room_is_taken(tmp_path, monkeypatch):
         choose_root(candidates=[small], needed_bytes=1 << 20)
 
 
-def test_network_file_systems_only_on_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(roots, "filesystem_type", lambda path: "lustre")
-    with pytest.raises(ArtifactSpaceError, match="lustre"):
+@pytest.mark.parametrize(
+    "kind", ["lustre", "nfs4", "gpfs", "wekafs", "fuse.glusterfs", "fuse.ceph-fuse", "9p", "virtiofs"]
+)
+def test_network_file_systems_only_on_request(kind, tmp_path, monkeypatch):
+    """Names as the kernel's mount table has them."""
+    monkeypatch.setattr(roots, "filesystem_type", lambda path: kind)
+    with pytest.raises(ArtifactSpaceError, match=kind):
         choose_root(candidates=[tmp_path], needed_bytes=1)
     assert choose_root(tmp_path, needed_bytes=1).is_network
 
