@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the matrix; status 1 if a cell of fla_safe failed or touched files other than data."""
     options = _options(arguments)
     out: Path = options.out.resolve()
-    if out.exists() and any(out.iterdir()):
-        sys.stderr.write(f"reproduce_io: {out} is not empty; name another with --out\n")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        wrong = "is not empty" if any(out.iterdir()) else None
+    except OSError as error:
+        wrong = f"cannot be made or read ({error.strerror})"
+    if wrong:
+        sys.stderr.write(f"reproduce_io: {out} {wrong}; name another with --out\n")
         return 2
-    out.mkdir(parents=True, exist_ok=True)
-    data = options.data or _make_data(out)
+    data = options.data.resolve() if options.data else _make_data(out)
     directories = {}
     for version in options.fla:
         directory = fla_directory(version)
@@ -84,17 +89,21 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/reproduce_io"), help="a new or empty folder")
-    parser.add_argument("--steps", type=int, help="training steps of a cell (default: 350 with a GPU, 60 without)")
-    parser.add_argument("--exact-steps", type=int, default=12, help="steps of a second run under strace (0: none)")
+    parser.add_argument(
+        "--steps", type=_count(4), help="training steps of a cell (default: 350 with a GPU, 60 without)"
+    )
+    parser.add_argument(
+        "--exact-steps", type=_count(0), default=12, help="steps of a second run under strace (0: none)"
+    )
     parser.add_argument("--fla", nargs="+", default=list(VERSIONS), metavar="VERSION")
     parser.add_argument("--tilelang", nargs="+", choices=tilelang_states.STATES, default=list(tilelang_states.STATES))
     parser.add_argument("--stack", nargs="+", choices=STACKS, default=list(STACKS))
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a cell")
-    parser.add_argument("--tokens", type=int, help="longest packed row (default: 14000 with a GPU, 2048 without)")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--ranks", type=_count(1), default=1, help="processes of a cell")
+    parser.add_argument("--tokens", type=_count(2), help="longest packed row (default: 14000 with a GPU, 2048 without)")
+    parser.add_argument("--layers", type=_count(1), default=2)
+    parser.add_argument("--micro-batches", type=_count(1), default=2)
     parser.add_argument(
-        "--heads", type=int, nargs=2, help="key and value heads (default: 8 16 with a GPU, 2 4 without)"
+        "--heads", type=_count(1), nargs=2, help="key and value heads (default: 8 16 with a GPU, 2 4 without)"
     )
     parser.add_argument("--data", type=Path, help="JSONL of scripts/make_multimodal_data.py (default: made)")
     parser.add_argument("--no-bytecode", action="store_true", help="TileLang without .pyc, as in a read-only image")
@@ -110,11 +119,26 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if wrong := [text for text in options.set if "=" not in text]:
         parser.error(f"--set {wrong[0]}: expected NAME=VALUE")
+    if options.data is not None and not options.data.is_file():
+        parser.error(f"--data {options.data}: no such file")
+    if options.half_installed is not None and not (options.half_installed / "tilelang").is_dir():
+        parser.error(f"--half-installed {options.half_installed}: no folder tilelang in it")
+    if options.heads is not None and options.heads[1] % options.heads[0]:
+        parser.error(f"--heads {options.heads[0]} {options.heads[1]}: expected a multiple of the key heads")
     options.gpu = _gpu()
     options.steps = options.steps or (350 if options.gpu else 60)
     options.tokens = options.tokens or (14000 if options.gpu else 2048)
     options.heads = options.heads or ([8, 16] if options.gpu else [2, 4])
     return options
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return number
 
 
 def _gpu() -> str | None:

@@ -89,7 +89,7 @@ def write(out: Path, cells: list[dict[str, Any]], facts: dict[str, Any]) -> dict
 
 
 def _dirty(cell: dict[str, Any]) -> bool:
-    return bool(cell["abnormal"] or cell["tunes"][1] or cell["compiles"][1])
+    return bool(cell["abnormal"] or cell["tunes"][1] or cell["compiles"][1] or not cell["steps"])
 
 
 def _verdict(cells: list[dict[str, Any]]) -> list[str]:
@@ -120,7 +120,7 @@ def _verdict(cells: list[dict[str, Any]]) -> list[str]:
     dirty = [c for c in ours if c["status"] == "trained" and _dirty(c)]
     if dirty:
         said.append("fla_safe was NOT clean in: " + ", ".join(c["name"] for c in dirty) + ".")
-    elif ours:
+    elif ours and all(c["status"] == "trained" for c in ours):
         said.append("fla_safe: no file operation but data loading, no tune and no compilation in any steady half.")
     return said
 

@@ -109,6 +109,7 @@ def cell(stack: str, **changes: object) -> dict[str, object]:
         "abnormal": 0,
         "gaps": {},
         "step": {"milliseconds": {"median": 1.0}, "drift": None},
+        "steps": 3,
         "tunes": [3, 0],
         "compiles": [3, 0],
         "sites": [],
@@ -129,11 +130,38 @@ FACTS |= {"steps": 2, "ranks": 1, "workload": "w", "half_installed": "stand-in",
         ({"abnormal": 1}, "NOT clean in: 0.5.1-half-fla_safe"),
         ({"tunes": [3, 1]}, "NOT clean in: 0.5.1-half-fla_safe"),
         ({"compiles": [3, 1]}, "NOT clean in: 0.5.1-half-fla_safe"),
+        ({"steps": 0}, "NOT clean in: 0.5.1-half-fla_safe"),
         ({"status": "failed", "error": "OSError: gone"}, "fla_safe did not train: OSError: gone"),
     ],
-    ids=["clean", "files", "tunes", "compilations", "failed"],
+    ids=["clean", "files", "tunes", "compilations", "nothing measured", "failed"],
 )
 def test_the_report_does_not_praise_what_was_not_clean(changes: dict[str, object], text: str, tmp_path: Path) -> None:
     report = matrix_report.write(tmp_path, [cell("stock"), cell("fla_safe", **changes)], FACTS)
-    assert text in (tmp_path / "report.md").read_text()
+    page = (tmp_path / "report.md").read_text()
+    assert text in page
     assert report["ours_is_clean"] == (not changes)
+    assert ("fla_safe: no file operation" in page) == (not changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--out", "occupied"], "occupied cannot be made or read"),
+        (["--out", "occupied/below"], "below cannot be made or read"),
+        (["--data", "missing.jsonl"], "--data missing.jsonl: no such file"),
+        (["--half-installed", "missing"], "--half-installed missing: no folder tilelang"),
+        (["--steps", "3"], "'3' is not a whole number of at least 4"),
+        (["--layers", "0"], "'0' is not a whole number of at least 1"),
+        (["--heads", "3", "4"], "--heads 3 4: expected a multiple of the key heads"),
+        (["--set", "FLA_TILELANG"], "--set FLA_TILELANG: expected NAME=VALUE"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_input_that_cannot_work_is_refused_before_any_cell(arguments: list[str], text: str, tmp_path: Path) -> None:
+    (tmp_path / "occupied").write_text("")
+    command = ["bash", str(RECIPE / "reproduce.sh"), *arguments]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert not (tmp_path / "runs").exists()
