@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -338,6 +339,16 @@ def test_syncs_and_files_of_the_check_do_not_count(
     assert list(tmp_path.iterdir())
     assert audit.file_ops == 0, audit.examples
     assert not audit.section.inside
+
+
+def test_the_command_that_the_error_names_can_be_pasted(watch: Watch, tmp_path: Path) -> None:
+    watch.directory = tmp_path / "my run"
+    model = Model(1)
+    put(model.layers[0].self_attention.A_log, 0)
+    watch_layers([model], watch)
+    with pytest.raises(NonFiniteError) as caught:
+        model(draw(), packed())
+    assert shlex.split(caught.value.remedy)[:3] == ["fla-safe", "replay", str(caught.value.file)]
 
 
 def test_a_file_that_cannot_be_written_does_not_hide_the_finding(watch: Watch, tmp_path: Path) -> None:

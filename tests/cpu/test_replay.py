@@ -223,6 +223,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "integers": (change(proj=torch.zeros(77, 1, LAYOUT.proj_dim, dtype=torch.int32)), "torch.int32"),
     "options": (change(options={"norm_eps": "1"}), "options"),
     "no parameters": (change(parameters={}), "lacks a part"),
+    "offsets beyond int32": (change(offsets=[0, 2**40]), "lacks a part"),
+    "no rows": (change(proj=torch.zeros(0, 1, LAYOUT.proj_dim), offsets=None), "proj is torch.float32 [0, 1,"),
+    "no data": (change(proj=torch.zeros(77, 1, LAYOUT.proj_dim, device="meta")), "proj is"),
+    "sparse": (change(output_gradient=torch.zeros(77, 1, LAYOUT.value_width).to_sparse()), "output_gradient is"),
+    "around": (change(around={"hidden_states": 3}), "hidden_states is 3"),
+    "finding": (change(finding=[1]), "finding [1]"),
 }
 
 

@@ -1,5 +1,6 @@
 """What the check found: the first tensor that is not finite, where it arose, and the error that says so."""
 
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,7 +110,7 @@ class Finding:
     def error(self, file: Path | None, trouble: str | None) -> NonFiniteError:
         """The error for this finding; `trouble` says why there is no file."""
         if file is not None:
-            remedy = f"fla-safe replay {file} runs this call again, beside float64"
+            remedy = f"fla-safe replay {shlex.quote(str(file))} runs this call again, beside float64"
         else:
             remedy = f"make room for the inputs of this call, which could not be written ({trouble})"
         error = NonFiniteError(str(self), "finite numbers", remedy)

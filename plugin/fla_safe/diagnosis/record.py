@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 
@@ -131,7 +131,7 @@ def read(path: Path) -> Record:
         wrong = _misfit(record)
     except FlaSafeError as error:
         raise _bad(path, f"does not fit together: {error.seen}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise _bad(path, f"lacks a part ({type(error).__name__}: {error})") from error
     if wrong:
         raise _bad(path, f"does not fit together: {wrong}")
@@ -142,6 +142,11 @@ def _misfit(record: Record) -> str | None:
     """What is wrong with the shapes, or None. Raises what access to a missing or strange part raises."""
     layout, proj = record.layout, record.proj
     rows, batch, _ = proj.shape
+    if not rows * batch:
+        return f"proj is {_said(proj)}"
+    for name, x in record.around.items():
+        if not _dense(x) or x.dim() < 2:
+            return f"{name} is {_said(x)}"
     window = record.parameters["conv_weight"].shape[-1]  # type: ignore[union-attr]
     values = (layout.value_heads,)
     wanted = {
@@ -156,7 +161,7 @@ def _misfit(record: Record) -> str | None:
     for name, (x, shape) in wanted.items():
         if x is None and name in ("conv_bias", "output_gradient"):
             continue
-        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.shape != torch.Size(shape):
+        if not _dense(x) or x.shape != torch.Size(shape):
             return f"{name} is {_said(x)}, not {list(shape)}"
     if proj.dtype not in TOLERANCES:
         return f"proj is {proj.dtype}"
@@ -165,8 +170,15 @@ def _misfit(record: Record) -> str | None:
         return f"options {dict(record.options)}"
     if set(record.parameters) != set(PARAMETERS) or not isinstance(record.kernel["name"], str):
         return "parameters or kernel"
+    if not isinstance(record.finding, dict):
+        return f"finding {record.finding!r}"
     record.segments(torch.device("cpu"))
     return None
+
+
+def _dense(x: object) -> TypeGuard[torch.Tensor]:
+    plain = isinstance(x, torch.Tensor) and x.is_floating_point() and x.device.type == "cpu"
+    return plain and x.layout is torch.strided
 
 
 def _said(x: object) -> str:
