@@ -382,6 +382,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all counts here")
     parser.add_argument("--plot", type=Path, help="write a PNG here")
     options = parser.parse_args()
+    if min(options.ranks) < 1:
+        parser.error(f"--ranks {min(options.ranks)}: expected at least 1")
+    for later, former in (("stock-again", "stock"), ("bundle", "isolated")):
+        if later in options.modes and former not in options.modes[: options.modes.index(later)]:
+            parser.error(f"--modes {later}: it needs what {former} leaves, before it")
+    for name, folder in (("work", options.work), ("json", options.json and options.json.parent)):
+        if folder is not None and not folder.is_dir():
+            parser.error(f"--{name}: there is no folder {folder}")
     method = options.method
     if method == "auto":
         method = "strace" if shutil.which("strace") else "audit"

@@ -103,7 +103,11 @@ def _main(
     command: Annotated[list[str], typer.Argument(help="The command, after --.")],
 ) -> None:
     """Run a training command and show its progress."""
-    status = watch(folder, log, command)
+    try:
+        status = watch(folder, log, command)
+    except OSError as error:
+        print(f"fla-safe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
     if status:
         print(f"fla-safe: training failed with status {status}: {first_error(log)} (log: {log})", file=sys.stderr)
         raise typer.Exit(1)

@@ -135,3 +135,23 @@ def test_a_rank_that_dies_is_missed_and_holds_nobody_up(
     lines = measure_startup._start("stock", 3, tmp_path)
     assert sorted(json.loads(line)["rank"] for line in lines) == [0, 2]
     assert "planted" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ranks", "8", "0"], "--ranks 0: expected at least 1"),
+        (["--modes", "bundle"], "--modes bundle: it needs what isolated leaves"),
+        (["--modes", "stock-again", "stock"], "--modes stock-again: it needs what stock leaves"),
+        (["--work", "/no/such/folder"], "--work: there is no folder /no/such/folder"),
+        (["--json", "/no/such/folder/counts.json"], "--json: there is no folder /no/such/folder"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_what_cannot_be_measured_is_refused_before_ranks_start(
+    arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["measure_startup.py", *arguments])
+    with pytest.raises(SystemExit):
+        measure_startup.main()
+    assert text in capsys.readouterr().err

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -67,6 +68,12 @@ def test_watching_shows_steps_and_returns_the_status(tmp_path: Path, capsys: pyt
     assert status == 7
     assert (tmp_path / "log").read_text() == "out\n"
     assert "step   2/2  loss 2.0000" in capsys.readouterr().out
+
+
+def test_a_command_that_cannot_start_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        watch_training._main(tmp_path / "run", tmp_path / "log", ["no-such-command"])
+    assert capsys.readouterr().err == "fla-safe: [Errno 2] No such file or directory: 'no-such-command'\n"
 
 
 def test_the_first_error_is_the_cause_and_not_a_consequence(tmp_path: Path) -> None:
