@@ -133,6 +133,27 @@ with tempfile.TemporaryDirectory() as folder:
 print("logs", json.dumps([logs, plotted, logged]))
 """
 
+REPORT = """
+import os
+gather = lambda out, value: out.__setitem__(0, value)
+first = lambda *args, **kwargs: 0
+with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as patches:
+    one = {"get_world_size": lambda: 1, "get_rank": first, "all_gather_object": gather}
+    kinds = ("pipeline_model_parallel", "data_parallel", "tensor_model_parallel")
+    places = {f"get_{kind}_rank": first for kind in kinds}
+    patches.enter_context(mock.patch.multiple(callback.dist, **one))
+    patches.enter_context(mock.patch.multiple(callback.mpu, **places))
+    patches.enter_context(mock.patch.object(callback, "steady_state", lambda: None))
+    state = types.SimpleNamespace(iteration=7, last_model_checkpoint=None)
+    for own in (None, f"{folder}/own/name.json"):
+        args = types.SimpleNamespace(gdn_impl="torch", gdn_report=own, output_dir=f"{folder}/out")
+        trainer = types.SimpleNamespace(args=args, state=state, unwrapped_models=[])
+        callback.GdnCallback(trainer).on_train_end()
+        (written,) = [f"{root}/{file}" for root, _, files in os.walk(folder) for file in files]
+        print("report", written.removeprefix(folder), json.load(open(written))["iterations"])
+        os.remove(written)
+"""
+
 FREEZE = """
 mock.patch.stopall()
 from fla_safe.megatron.warmup import Workload
@@ -169,7 +190,7 @@ except freeze.WarmUpMemoryError as error:
 @pytest.fixture(scope="module")
 def said() -> list[str]:
     """What the scripts print; in one process, because importing ms-swift takes long."""
-    return run(COMMANDS + CHECK + LOGS + FREEZE, PYTHONPATH=str(Path(__file__).parents[1])).splitlines()
+    return run(COMMANDS + CHECK + LOGS + REPORT + FREEZE, PYTHONPATH=str(Path(__file__).parents[1])).splitlines()
 
 
 def test_every_megatron_command_knows_the_flags(said: list[str]) -> None:
@@ -187,6 +208,13 @@ def test_a_model_is_swapped_verified_and_frozen_with_the_flag_and_left_alone_wit
 def test_the_check_is_put_on_built_models_and_follows_the_steps(said: list[str]) -> None:
     assert "followed" in said
     assert any("--gdn_check every with ms-swift's own GDN layers" in line for line in said)
+
+
+def test_the_report_lies_where_the_flag_says_or_beside_the_checkpoints(said: list[str]) -> None:
+    assert [line for line in said if line.startswith("report")] == [
+        "report /out/gdn_report.json 7",
+        "report /own/name.json 7",
+    ]
 
 
 def test_the_warm_up_knows_the_rows_of_every_kind_of_job(said: list[str]) -> None:

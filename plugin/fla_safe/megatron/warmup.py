@@ -67,7 +67,10 @@ def reach_steady_state(
     rows = Rows(workload.tokens, workload.batch, workload.packed)
     steady = warm_up(runtime, variant_of.values(), rows, device, settings, say)
     if earlier is not None:
-        steady = replace(steady, variants=tuple(dict.fromkeys((*earlier.variants, *steady.variants))))
+        # A policy and its reference must not run on two kernels because these measured differently the second time.
+        chosen = {variant: kernel for variant, kernel in steady.faster.items() if variant not in earlier.variants}
+        variants = tuple(dict.fromkeys((*earlier.variants, *steady.variants)))
+        steady = replace(steady, variants=variants, faster={**earlier.faster, **chosen})
     for layer in layers:
         layer.section = runtime.section
         backend = steady.faster.get(variant_of[id(layer)])
