@@ -1,10 +1,15 @@
 """Shared by all tests: a hypothesis profile without deadlines, and uninitialised memory that shows."""
 
+import os
 from collections.abc import Iterator
 
-import pytest
-import torch
-from hypothesis import HealthCheck, settings
+# Before torch starts its threads, for child processes too: test files run side by side, and the small tensors of tests
+# spend several times their work waiting for a second thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 settings.register_profile(
     "fla_safe", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
