@@ -7,9 +7,9 @@ from collections.abc import Iterator
 # spend several times their work waiting for a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "fla_safe", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
