@@ -1,6 +1,7 @@
 """Sizes of a run: as on one GPU with realistic GDN heads, or scaled down for a CPU; flags change single numbers."""
 
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Literal
 
 import torch
@@ -8,9 +9,14 @@ import torch
 from dflash.anchors import Budget, Documents
 from dflash.drafter import DrafterSizes
 from dflash.target import TargetSizes
+from fla_safe.errors import FlaSafeError
 from fla_safe.gdn.layout import ProjectionLayout
 
-__all__ = ["MEMORY", "PRESETS", "Sizes"]
+__all__ = ["MEMORY", "PRESETS", "Sizes", "SizesError"]
+
+
+class SizesError(FlaSafeError, ValueError):
+    """Sizes that make no target, no drafter or no documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,16 @@ class Sizes:
     draft_layers: int
     lr: float
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for wrong, seen, expected in (
+            (self.hidden % self.draft_heads, f"hidden {self.hidden}, draft_heads {self.draft_heads}", "a multiple"),
+            (self.draft_head_dim % 2, f"draft_head_dim {self.draft_head_dim}", "an even number: pairs are rotated"),
+            (self.shortest > self.longest, f"documents of {self.shortest} to {self.longest} tokens", "a range"),
+            (not (self.lr > 0 and isfinite(self.lr)), f"lr {self.lr}", "a positive number"),
+        ):
+            if wrong:
+                raise SizesError(seen, expected, "change these flags")
 
     @property
     def step_budget(self) -> Budget:

@@ -162,8 +162,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind: Literal["cuda", "cpu"] = "cuda" if gpus else "cpu"
     preset = (MEMORY if options.memory else PRESETS)[kind]
     changes = {f.name: getattr(options, f.name, None) for f in fields(Sizes)}
-    sizes = replace(preset, **{name: value for name, value in changes.items() if value is not None})
     try:
+        sizes = replace(preset, **{name: value for name, value in changes.items() if value is not None})
         if options.memory:
             # Without fusion a CPU holds more, never less; and no C++ is compiled for each number of anchors.
             table = measure(sizes, torch.device(kind), options.compile or ("inductor" if gpus else "aot_eager"))
@@ -221,7 +221,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=_count, default=2)
     parser.add_argument("--steps", type=_count, default=500)
     parser.add_argument("--every", type=_count, default=50, help="steps between two lines of a pair")
-    parser.add_argument("--apart", type=float, default=0.5, help="seconds between the starts of two pairs")
+    parser.add_argument("--apart", type=_seconds, default=0.5, help="seconds between the starts of two pairs")
     parser.add_argument("--guard", choices=("off", "warn", "strict"), default="strict")
     parser.add_argument("--memory", action="store_true", help="print peak memory against anchors instead of training")
     parser.add_argument("--compile", choices=("inductor", "aot_eager"), help="compiler of the drafter")
@@ -230,7 +230,16 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     for size in fields(Sizes):
         if size.name != "dtype":
             parser.add_argument(f"--{size.name}", type=float if size.name == "lr" else _count)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.report is not None and not options.report.parent.is_dir():
+        parser.error(f"--report {options.report}: there is no folder {options.report.parent}")
+    return options
+
+
+def _seconds(text: str) -> float:
+    if not text.replace(".", "", 1).isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return float(text)
 
 
 def _count(text: str) -> int:

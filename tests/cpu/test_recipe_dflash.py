@@ -360,13 +360,32 @@ def test_a_failing_pair_ends_the_command_with_one_line(
     assert last.startswith("dflash: fla_safe failed: PairFailedError: pair 1 failed with TypeError")
 
 
-@pytest.mark.parametrize("wrong", ["--pairs=0", "--steps=-1", "--block=x"])
-def test_numbers_that_are_none_are_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        *((flag, "is not a whole number of at least 1") for flag in ("--pairs=0", "--steps=-1", "--block=x")),
+        ("--apart=-1", "is not a number of seconds"),
+        ("--report=no/such/folder/report.json", "there is no folder no/such/folder"),
+    ],
+    ids=lambda value: value.partition("=")[0],
+)
+def test_options_that_cannot_work_are_refused_before_anything_starts(
+    wrong: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         train.main(["--cpu", wrong])
-    assert "is not a whole number of at least 1" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
     assert train.main(["--cpu", "--budget", "8"]) == 1
     assert "BudgetError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--draft_heads=3", "--draft_head_dim=15", "--shortest=65", "--lr=nan"], ids=lambda flag: flag[2:]
+)
+def test_sizes_that_make_no_model_end_the_command_with_one_line(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--cpu", wrong]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "SizesError" in line
 
 
 def test_stock_is_refused_without_a_gpu() -> None:
