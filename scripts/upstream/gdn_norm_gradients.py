@@ -33,6 +33,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 RANKS, TOKENS, HIDDEN, STEP = 2, 32, 16, 1e-2
+CASES = [(p, m) for p in ("mcore_bridge", "megatron_core") for m in ("sequence_parallel", "tensor_parallel")]
 
 
 class NormColumnLinear(torch.nn.Module):
@@ -180,6 +181,9 @@ def rank_main(rank, package, mode, store):
 
 
 def main() -> int:
+    if tuple(sys.argv[1:]) not in CASES:
+        print(f"=> cannot tell: expected one of {', '.join(map(' '.join, CASES))}")
+        return 2
     package, mode = sys.argv[1:]
     names = [package.replace("_", "-"), "megatron-core"]
     print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in dict.fromkeys(names)), flush=True)

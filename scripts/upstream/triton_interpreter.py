@@ -68,6 +68,10 @@ def fails_with(text, call) -> bool:
 
 if __name__ == "__main__":
     print(f"triton {triton.__version__}")
-    shown = {"autotune": autotune, "range": range_, "bfloat16": bfloat16}[sys.argv[1]]()
+    cases = {"autotune": autotune, "range": range_, "bfloat16": bfloat16}
+    if sys.argv[1:] not in [[name] for name in cases]:
+        print(f"=> cannot tell: expected one of {', '.join(cases)}")
+        sys.exit(2)
+    shown = cases[sys.argv[1]]()
     print("=> present" if shown else "=> gone")
     sys.exit(0 if shown else 1)

@@ -100,6 +100,14 @@ def test_only_what_needs_a_gpu_cannot_be_told_without_one(runs: dict[str, Run]) 
     assert [c for c, done in runs.items() if done.verdict == "cannot tell"] == ["fla_hopper_dqkwg.py"]
 
 
+def test_a_script_that_is_asked_for_no_case_it_knows_cannot_tell() -> None:
+    """Any other end, a traceback among them, has the status of "gone"."""
+    for script, preload in (("gdn_norm_gradients.py", MEGATRON), ("triton_interpreter.py", ("torch", "triton"))):
+        commands = [script, f"{script} other", f"{script} mcore_bridge tensor_parallel more"]
+        environ = {"TRITON_INTERPRET": "1"} if "triton" in preload else {}
+        assert {done.verdict for done in run(commands, preload, environ).values()} == {"cannot tell"}
+
+
 def test_the_probe_is_seen_in_the_release_that_has_it() -> None:
     """The installed FLA is newer; a script that never answers "present" would go unnoticed."""
     place = fla_directory("0.5.1")
