@@ -144,9 +144,9 @@ def _misfit(record: Record) -> str | None:
     rows, batch, _ = proj.shape
     if not rows * batch:
         return f"proj is {_said(proj)}"
-    for name, x in record.around.items():
-        if not _dense(x) or x.dim() < 2:
-            return f"{name} is {_said(x)}"
+    for name, given in record.around.items():
+        if not _dense(given) or given.dim() < 2:
+            return f"{name} is {_said(given)}"
     window = record.parameters["conv_weight"].shape[-1]  # type: ignore[union-attr]
     values = (layout.value_heads,)
     wanted = {
@@ -177,8 +177,9 @@ def _misfit(record: Record) -> str | None:
 
 
 def _dense(x: object) -> TypeGuard[torch.Tensor]:
-    plain = isinstance(x, torch.Tensor) and x.is_floating_point() and x.device.type == "cpu"
-    return plain and x.layout is torch.strided
+    if not isinstance(x, torch.Tensor):
+        return False
+    return x.is_floating_point() and x.device.type == "cpu" and x.layout is torch.strided
 
 
 def _said(x: object) -> str:
