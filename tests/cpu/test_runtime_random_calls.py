@@ -99,7 +99,7 @@ def test_every_launch_runs_a_binary_that_is_right_for_it(gpu: Any) -> None:
     def body(seed: int) -> None:
         own = _caller(seed)
         try:
-            for _ in range(150):
+            for _ in range(100):
                 own()
         except Exception:
             failures.append(traceback.format_exc())
