@@ -66,6 +66,16 @@ def versions(env: Environment) -> list[Finding]:
             found.append(good(f"{name} {version}"))
         else:
             found.append(bad(f"{name} {version} is not supported", f"{name}{wanted}", f"pip install '{name}{wanted}'"))
+    triton, fla = env.version("triton"), env.version("fla-core")
+    if triton is not None and fla is not None and triton >= Version("3.9") and fla < Version("0.6"):
+        # chunk_delta_h.py names BT in the key of a kernel that has no such argument.
+        found.append(
+            bad(
+                f"fla-core {fla} does not import with Triton {triton}, which checks what autotuners name as keys",
+                "fla-core 0.6 or later, or Triton before 3.9",
+                "pip install 'fla-core>=0.6,<0.7'",
+            )
+        )
     return found
 
 
