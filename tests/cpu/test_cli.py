@@ -87,9 +87,7 @@ TRAPS = {
     "cache mode": (Fake({"FLA_CACHE_MODE": "fuzzy"}), "variables", "warn", "FLA_CACHE_MODE=fuzzy"),
     "shared cache": (Fake({"TRITON_CACHE_DIR": "/tmp"}), "triton-cache", "warn", "shared by all ranks"),
     "Triton 3.9's default": (Fake(triton="3.9.0"), "fp-fusion", "warn", "default"),
-    "FLA 0.5.2 with Triton 3.9": (
-        Fake({"TRITON_DEFAULT_FP_FUSION": "1"}, triton="3.9.0", fla_core="0.5.2"), "versions", "error", "does not import",
-    ),
+    "FLA 0.5.2 with Triton 3.9": (Fake(triton="3.9.0", fla_core="0.5.2"), "versions", "error", "does not import"),
     "Triton 3.10": (Fake(triton="3.10.0"), "versions", "error", "triton 3.10.0 is not supported"),
     "no FLA": (Fake(fla_core=None), "versions", "error", "fla-core is not installed"),
     "old bridge": (Fake(mcore_bridge="1.2.0"), "versions", "error", "mcore-bridge 1.2.0"),
