@@ -31,7 +31,7 @@ from fla_safe.runtime import Runtime, RuntimeSettings, activate
 
 __all__ = ["Job", "NotZeroError", "main", "make_job", "train"]
 
-_MUST_BE_ZERO = ("late_tunes", "late_compiles", "file_ops", "syncs")
+_MUST_BE_ZERO = ("late_tunes", "late_compiles", "file_ops")
 
 
 class NotZeroError(FlaSafeError, RuntimeError):

@@ -5,7 +5,7 @@
 # Hardware:  2 GPUs for each pair (pairs share them where there are fewer), 1 GPU (all devices are that one),
 #            or none (scaled down: plain-torch GDN, SDPA for each anchor because flex_attention has no backward on CPUs).
 # Sizes:     one process, a thread for each pair (--pairs, 2 if not given); --help lists the sizes of target and drafter.
-# Expected:  500 steps of both pairs, the loss falls; the last line has late_tunes 0, late_compiles 0, file_ops 0, syncs 0.
+# Expected:  500 steps of both pairs, the loss falls; the last line has late_tunes 0, late_compiles 0, file_ops 0.
 #            --impl stock ends with status 1 and `PairFailedError: ... 'NoneType' object is not a mapping`.
 # How long:  without a GPU 2 minutes on two cores, most of them compiling; on GPUs not verified.
 # Use:       bash recipes/dflash/train.sh [--impl fla_safe|stock] [--pairs 2] [--steps 500] [--memory] [--cpu] [--help]

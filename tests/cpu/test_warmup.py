@@ -171,6 +171,36 @@ def test_a_second_model_with_other_heads_is_warmed_up_beside_the_first(gpu: Any,
         call(both, variant)
     counters = both.runtime.counters()
     assert [counters[name] for name in ("late_tunes", "late_compiles", "file_ops")] == [0, 0, 0]
+    assert "syncs" not in counters, "nobody counted them"
+
+
+@isolated
+@pytest.mark.slow
+def test_a_file_that_a_backward_pass_opens_is_counted(gpu: Any, tmp_path: str) -> None:
+    """Autograd calls it where no layer's section is open."""
+    from fake_triton.fla import prepare
+    from fla_safe.gdn.fused import mixer
+    from fla_safe.gdn.steady.rehearsal import packed_row
+    from fla_safe.megatron.warmup import Workload, reach_steady_state
+    from fla_safe.settings import Settings
+
+    prepare()
+    _check_instead(set())
+    settings = Settings(gdn_impl="fla_safe", guard="strict", cache_root=Path(tmp_path), tune_in_child=False)
+    model, workload = torch.nn.ModuleList([_layer()()]), Workload(70, 1, True, torch.bfloat16)
+    steady = reach_steady_state([model], settings, workload, lambda text: None, device=torch.device("cpu"))
+    stock = mixer.grad_in
+
+    def grad_in(*args: Any) -> Any:
+        Path(__file__).open().close()
+        return stock(*args)
+
+    mixer.grad_in = grad_in
+    (variant,) = steady.variants
+    out = variant(variant.draw(33, 1, "cpu"), packed_row(33, 2, "cpu"))
+    assert steady.runtime.counters()["file_ops"] == 0
+    out.sum().backward()
+    assert steady.runtime.counters()["file_ops"] >= 1
 
 
 @pytest.fixture(scope="module")

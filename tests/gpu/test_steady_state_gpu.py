@@ -1,4 +1,4 @@
-"""Thousands of packed rows after the freeze, in one thread and in two: nothing tuned, compiled, read or waited for."""
+"""Thousands of packed rows after the freeze, in one thread and in two: nothing tuned, compiled or read."""
 
 import random
 import threading

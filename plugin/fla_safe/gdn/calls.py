@@ -1,8 +1,9 @@
-"""Process-wide counters of gated delta rule kernel calls; the report and the tests read them."""
+"""Process-wide: how often gated delta rule kernels were called, and the section that their backward passes run in."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final, NamedTuple
 
-__all__ = ["Calls", "count_backward", "count_forward", "reset", "snapshot"]
+__all__ = ["Calls", "count_backward", "count_forward", "guard", "guarded", "reset", "snapshot"]
 
 
 class Calls(NamedTuple):
@@ -22,6 +23,7 @@ class Calls(NamedTuple):
 
 
 _counts: Final = [0, 0]
+_section: AbstractContextManager[None] = nullcontext()
 
 
 def count_forward() -> None:
@@ -32,6 +34,17 @@ def count_forward() -> None:
 def count_backward() -> None:
     """Called by a kernel's autograd function, once a backward pass."""
     _counts[1] += 1
+
+
+def guard(section: AbstractContextManager[None]) -> None:
+    """Run backward passes in `section` from now on: autograd calls them where no layer could open one."""
+    global _section
+    _section = section
+
+
+def guarded() -> AbstractContextManager[None]:
+    """The section of a backward pass; it can be entered by many threads."""
+    return _section
 
 
 def snapshot() -> Calls:

@@ -73,7 +73,8 @@ class SafeForward:
         self._layout = self._layout_for(self.tp_size)
         self._mixer_layout = self._layout_for(self.tp_size * self.cp_size)
         self._backend: Backend | None = None
-        # Around the mixer once kernels are frozen: file operations and syncs in here count against the guard.
+        # Around the mixer once kernels are frozen: file operations and syncs in here count against the guard. In the
+        # backward pass that is `gdn.calls.guarded`.
         self.section: AbstractContextManager[None] = nullcontext()
         # Each tensor-parallel rank's gradient of the output norm covers its own heads. With sequence parallelism
         # Megatron adds them up; without, it does not (mcore-bridge 1.6.5, megatron-core 0.19.2).

@@ -228,15 +228,16 @@ class Runtime:
         self.audit.start()
 
     def counters(self) -> dict[str, int]:
-        """Since the freeze. The first four are 0 in a healthy job; the last two only cost time on the host.
+        """Since the freeze. The first ones are 0 in a healthy job; the last two only cost time on the host.
 
-        `served_general` counts classes that got the general binary, `unplanned_launches` calls on Triton's own path.
+        `syncs` is there with `watch_syncs` only, for elsewhere nobody counts them. `served_general` counts classes that
+        got the general binary, `unplanned_launches` calls on Triton's own path.
         """
         return {
             "late_tunes": self.guard.late_tunes,
             "late_compiles": self.guard.late_compiles,
             "file_ops": self.audit.file_ops,
-            "syncs": self.audit.syncs,
+            **({"syncs": self.audit.syncs} if self.audit.watch_syncs else {}),
             "served_general": self.compiling.served_general,
             "unplanned_launches": self.launching.misses,
         }

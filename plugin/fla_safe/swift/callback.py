@@ -2,7 +2,6 @@
 
 import json
 import socket
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 from swift.utils import get_logger
 
 from fla_safe.gdn import calls
+from fla_safe.installed import installed
 from fla_safe.megatron.bridge import gdn_layers
 from fla_safe.swift.checking import watches
 from fla_safe.swift.freeze import steady_state
@@ -22,16 +22,8 @@ __all__ = ["REPORT_NAME", "GdnCallback", "attach"]
 logger = get_logger()
 NAME = "fla_safe"
 REPORT_NAME = "gdn_report.json"
-PACKAGES = (
-    "torch",
-    "triton",
-    "fla-core",
-    "megatron-core",
-    "mcore-bridge",
-    "ms-swift",
-    "transformer-engine",
-    "fla-safe",
-)
+HEALTHY_AT_ZERO = ("late_tunes", "late_compiles", "file_ops", "syncs")
+"""Counters of the runtime that a healthy job has at 0; `syncs` where they are watched."""
 
 
 def attach(args: Any) -> None:
@@ -66,8 +58,7 @@ class GdnCallback(MegatronCallback):
         steady = steady_state()
         if steady is not None and self.state.iteration:
             counters = steady.runtime.counters()
-            for name in ("late_tunes", "late_compiles", "file_ops", "syncs"):
-                logs[f"gdn/{name}"] = counters[name]
+            logs |= {f"gdn/{name}": counters[name] for name in HEALTHY_AT_ZERO if name in counters}
 
     def on_train_end(self) -> None:
         ranks: list[Any] = [None] * dist.get_world_size()
@@ -110,7 +101,7 @@ class GdnCallback(MegatronCallback):
             ),
             "iterations": self.state.iteration,
             "checkpoint": self.state.last_model_checkpoint,
-            "versions": {name: _version(name) for name in PACKAGES},
+            "versions": installed(),
             "ranks": ranks,
         }
 
@@ -121,13 +112,6 @@ def _one_line(report: dict[str, Any]) -> str:
     counters = [rank["runtime"]["counters"] for rank in report["ranks"] if rank["runtime"]]
     if not counters:
         return text
-    names = ("late_tunes", "late_compiles", "file_ops", "syncs")
+    names = [name for name in HEALTHY_AT_ZERO if name in counters[0]]
     sums = ", ".join(f"{sum(rank[name] for rank in counters)} {name.replace('_', ' ')}" for name in names)
     return f"{text}, since the freeze on {len(counters)} ranks: {sums}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

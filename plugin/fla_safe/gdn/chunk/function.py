@@ -71,8 +71,9 @@ class _Rule(torch.autograd.Function):
     def backward(ctx, do):  # type: ignore[no-untyped-def]
         calls.count_backward()
         kernel, segments = ctx.kernel, ctx.segments
-        parts = kernel.backward(ctx.saved_tensors, do.contiguous(), ctx.scale, segments, ctx.key_heads)
-        grads = kernel.total(parts, segments, ctx.key_heads)
+        with calls.guarded():
+            parts = kernel.backward(ctx.saved_tensors, do.contiguous(), ctx.scale, segments, ctx.key_heads)
+            grads = kernel.total(parts, segments, ctx.key_heads)
         return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None
 
 

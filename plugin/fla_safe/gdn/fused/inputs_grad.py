@@ -6,12 +6,11 @@
 import triton
 import triton.language as tl
 
+from fla_safe.gdn.fused.gates_grad import gates_backward
 from fla_safe.gdn.fused.rows import (
     NOWHERE,
     columns_of_slot,
-    gate_columns,
     load_rows,
-    log1p,
     row_pointers,
     row_starts,
     seen,
@@ -228,100 +227,6 @@ def _head(
         tl.store(sums + W * C + cols, tl.sum(db, axis=0), mask=inside)
 
 
-@triton.jit
-def _load_decay(
-    dg,
-    dg2,
-    source,
-    valid,
-    stride,
-    PARTS_G: tl.constexpr,
-    SECOND_G: tl.constexpr,
-):
-    grad = tl.load(dg + source, mask=valid, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS_G):
-        grad += tl.load(dg + part * stride + source, mask=valid, other=0.0).to(tl.float32)
-    if SECOND_G:
-        grad += tl.load(dg2 + source, mask=valid, other=0.0).to(tl.float32)
-    return grad
-
-
-@triton.jit
-def _gates(
-    x,
-    a_log,
-    dt_bias,
-    starts,
-    dg,
-    dg2,
-    dbeta,
-    dx,
-    sums,
-    begin,
-    total,
-    stride,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
-    BH: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PACKED: tl.constexpr,
-    SECOND_G: tl.constexpr,
-    PARTS_G: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Gradients of the raw gates of `TOKENS` tokens, and their sums for A_log and dt_bias.
-
-    With `CHUNK`, a row's gradient is summed from that row to its chunk's last: steps go from the last row to the first
-    and carry the sum, starting with the rows after the block that its last chunk may reach.
-    """
-    heads = tl.arange(0, BH)
-    in_heads = heads < HV
-    column_b, column_a = gate_columns(heads, H, HV, K, V, INTERLEAVED)
-    rate = tl.exp(tl.load(a_log + heads, mask=in_heads, other=0.0).to(tl.float32))
-    shift = tl.load(dt_bias + heads, mask=in_heads, other=0.0).to(tl.float32)
-    sum_a = tl.zeros([STEP, BH], tl.float32)
-    sum_dt = tl.zeros([STEP, BH], tl.float32)
-    rows = tl.arange(0, STEP)
-    carry = tl.zeros([BH], tl.float32)
-    carried = begin - 1  # first row of the chunk that the carry belongs to; none yet
-    for i in range(0, TOKENS + CHUNK, STEP):
-        first = begin + (TOKENS + CHUNK - STEP) - i
-        t = first + rows
-        start = row_starts(starts, t, total, PACKED, True)
-        valid = (t >= start)[:, None] & in_heads[None, :]
-        source = t.to(tl.int64)[:, None] * HV + heads[None, :]
-        grad = _load_decay(dg, dg2, source, valid, stride, PARTS_G, SECOND_G)
-        if CHUNK > 0:
-            # Rows of nobody have a gradient of zero, whatever chunk this gives them.
-            chunk = t - (t - start) % CHUNK
-            later = (rows[None, :] >= rows[:, None]) & (chunk[None, :] == chunk[:, None])
-            grad = tl.sum(tl.where(later[:, :, None], grad[None, :, :], 0.0), axis=1)
-            grad += tl.where((chunk == carried)[:, None], carry[None, :], 0.0)
-            carry = tl.sum(tl.where((rows == 0)[:, None], grad, 0.0), axis=0)
-            carried = tl.sum(tl.where(rows == 0, chunk, 0), axis=0)
-        own = valid & (first < begin + TOKENS)
-        inside = (t < total)[:, None] & in_heads[None, :] & (first < begin + TOKENS)
-        row = (t.to(tl.int64) * X_STRIDE)[:, None]
-        a = tl.load(x + row + column_a[None, :], mask=own, other=0.0).to(tl.float32) + shift[None, :]
-        b = tl.load(x + row + column_b[None, :], mask=own, other=0.0).to(tl.float32)
-        grad = tl.where(own, grad, 0.0)
-        decay = -rate[None, :] * (tl.maximum(a, 0.0) + log1p(tl.exp(-tl.abs(a))))
-        sum_a += grad * decay
-        da = grad * -rate[None, :] * sigmoid(a)
-        sum_dt += da
-        s = sigmoid(b)
-        db = tl.load(dbeta + source, mask=own, other=0.0).to(tl.float32) * s * (1.0 - s)
-        tl.store(dx + row + column_a[None, :], da.to(dx.dtype.element_ty), mask=inside)
-        tl.store(dx + row + column_b[None, :], db.to(dx.dtype.element_ty), mask=inside)
-    tl.store(sums + heads, tl.sum(sum_a, axis=0), mask=in_heads)
-    tl.store(sums + HV + heads, tl.sum(sum_dt, axis=0), mask=in_heads)
-
-
 @triton.jit(
     do_not_specialize=["total"],
     do_not_specialize_on_alignment=["conv_weight", "conv_bias", "a_log", "dt_bias", "starts"],
@@ -386,7 +291,7 @@ def mixer_in_backward(
     row = batch.to(tl.int64) * total
     sums += (batch * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * CW
     if slot == 2 * H + HV:
-        _gates(
+        gates_backward(
             x, a_log, dt_bias, starts, dg + row * HV, dg2 + row * HV, dbeta + row * HV, dx, sums + (W + HAS_BIAS) * C,
             begin, total, tl.cast(total, tl.int64) * (BATCH * HV), H, HV, K, V, X_STRIDE, TOKENS, STEP, BH,
             INTERLEAVED, PACKED, SECOND_G, PARTS_G, CHUNK,

@@ -77,7 +77,7 @@ class _Mixer(torch.autograd.Function):
         proj, conv_weight, conv_bias, A_log, dt_bias, norm_weight, o, *saved = ctx.saved_tensors
         gates = Gates(conv_weight, conv_bias, A_log, dt_bias)
         shape, segments = call.shape, call.segments
-        with _on(proj.device):
+        with calls.guarded(), _on(proj.device):
             dout = dout.contiguous()
             do, out_sums = grad_out(dout, o, proj, norm_weight, shape, segments)
             if not ctx.keeps_inputs:

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from fla_safe.gdn import calls
 from fla_safe.gdn.backends import Backend
 from fla_safe.gdn.chunk.flash_qla import watch_compilations
 from fla_safe.gdn.steady.golden import GoldenCheck, Verdict
@@ -103,6 +104,7 @@ def warm_up(
             str(variant): _golden(variant, rows, device) for variant in variants if variant.backend.name != "torch"
         }
         runtime.freeze(progress=say, checks=checks, again=run_all)
+    calls.guard(runtime.section)
     runtime.tuning.elsewhere = None
     given_back = 0 if runtime.store is None else runtime.store.store.prune(keys_in_use(runtime.launching))
     torch.cuda.empty_cache()
