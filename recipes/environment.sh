@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Sourced by every recipe that make_recipes.py writes: the environment variables of a run, in one place. A value that is already set stays.
+# Sourced by every recipe that make_recipes.py writes: the environment variables of a run, in one place. A value that is
+# already set stays.
 
 # PyTorch and the host
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}

@@ -9,7 +9,6 @@ training: warmed up and frozen, all its ways in turns. Needs fla-core and, on Ho
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +30,7 @@ from fla_safe.gdn import backends
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.mixer import composed_mixer, mixer
 from fla_safe.gdn.segments import PackedSegments
+from fla_safe.installed import installed
 from fla_safe.runtime import RuntimeSettings, activate
 from fla_safe.runtime.tuning.decisions import DecisionTable
 from gpu_measure import Ceilings, Measurement, measure, measure_ceilings
@@ -330,7 +330,7 @@ def main(
     if not torch.cuda.is_available():
         raise typer.BadParameter("this benchmark needs a CUDA GPU")
     ceilings = measure_ceilings()
-    versions = {name: _version(name) for name in ("torch", "triton", "fla-core", "transformer-engine")}
+    versions = installed()
     print(f"{torch.cuda.get_device_name()}, {versions}")
     print(f"copy {ceilings.copy / 1e12:.2f} TB/s, bfloat16 matrix product {ceilings.matrix / 1e12:.0f} TFLOP/s")
     if quick:
@@ -351,13 +351,6 @@ def main(
             json_path.write_text(json.dumps(head | {"records": records}, indent=1))
     if plot_path is not None:
         plot(records, plot_path)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

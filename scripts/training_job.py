@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Self, get_args
 
-__all__ = ["Implementation", "Job", "JobError", "Trained"]
+from fla_safe.settings import GdnImpl
+from watch_training import records, steps
+
+__all__ = ["Job", "JobError", "Trained"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBES = ROOT / "tests" / "distributed"
 """ms-swift plugins of the tests: step 1's gradients in Hugging Face's layout, and the stock layer without a GPU."""
 
-type Implementation = Literal["default", "fla_safe", "torch"]
 SIZES = ("tp", "pp", "ep", "cp")
 
 
@@ -32,7 +34,7 @@ class Job:
     """
 
     name: str
-    implementation: Implementation
+    implementation: GdnImpl
     sizes: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -43,8 +45,8 @@ class Job:
             JobError: an unknown implementation or size.
         """
         implementation, _, layout = name.partition(":")
-        if implementation not in get_args(Implementation.__value__):
-            raise JobError(f"job {name!r} names no implementation of {get_args(Implementation.__value__)}")
+        if implementation not in get_args(GdnImpl):
+            raise JobError(f"job {name!r} names no implementation of {get_args(GdnImpl)}")
         sizes = {}
         for part in filter(None, layout.split("-")):
             size, number = part[:2], part[2:]
@@ -75,7 +77,7 @@ class Job:
         return flags + (["--external_plugins", *map(str, plugins)] if plugins else [])
 
     def run(
-        self, out: Path, gpus: int, steps: int, length: int, gradients: bool = False, more: Sequence[str] = ()
+        self, out: Path, gpus: int, iterations: int, length: int, gradients: bool = False, more: Sequence[str] = ()
     ) -> "Trained":
         """Train in a folder of `out`, which holds `model` and `data`; a finished job is only read.
 
@@ -91,7 +93,7 @@ class Job:
                 "DATA": str(out / "data" / "train.jsonl"),
                 "OUTPUT": str(folder),
                 "GPUS": str(gpus),
-                "ITERS": str(steps),
+                "ITERS": str(iterations),
                 "PROBE_OUT": str(folder.with_suffix(".gradients.pt")),
                 **self.environment(),
             }
@@ -117,21 +119,10 @@ def _watch(process: "subprocess.Popen[bytes]", log: Path) -> list[float]:
     while True:
         ended = process.poll() is not None
         now = time.monotonic() - began
-        arrivals += [now] * (len(_steps(log)) - len(arrivals))
+        arrivals += [now] * (len([*steps(log)]) - len(arrivals))
         if ended:
             return arrivals
         time.sleep(0.2)
-
-
-def _records(log: Path) -> list[dict[str, Any]]:
-    if not log.is_file():
-        return []
-    *lines, _ = log.read_text().split("\n")  # the last line may be half written
-    return [json.loads(line) for line in lines]
-
-
-def _steps(log: Path) -> list[dict[str, Any]]:
-    return [record for record in _records(log) if "train_speed(s/it)" in record]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +151,8 @@ class Trained:
     def read(cls, folder: Path, batch: int) -> Self:
         """From ms-swift's log, our report, and the files beside the folder; `batch` packs to a step."""
         log = folder / "logging.jsonl"
-        steps = _steps(log)
-        lengths = next(record["train_dataset"] for record in _records(log) if "train_dataset" in record)
+        logged = [*steps(log)]
+        lengths = next(record["train_dataset"] for record in records(log) if "train_dataset" in record)
         report = folder / "gdn_report.json"
         ranks = json.loads(report.read_text())["ranks"] if report.is_file() else []
         runtimes = [rank["runtime"] for rank in ranks if rank["runtime"]]
@@ -171,10 +162,10 @@ class Trained:
                 counters[name] = counters.get(name, 0) + count
         gradients = folder.with_suffix(".gradients.pt")
         return cls(
-            losses=tuple(step["loss"] for step in steps),
+            losses=tuple(step["loss"] for step in logged),
             arrivals=tuple(json.loads(folder.with_suffix(".times.json").read_text())),
             # ms-swift logs the mean time of all steps so far.
-            seconds=tuple(step["train_speed(s/it)"] * (i + 1) for i, step in enumerate(steps)),
+            seconds=tuple(step["train_speed(s/it)"] * (i + 1) for i, step in enumerate(logged)),
             tokens=batch * float(lengths.split("±")[0]),
             counters=counters if runtimes else None,
             tables=tuple(sorted({runtime["table_hash"] for runtime in runtimes})),
@@ -187,6 +178,6 @@ class Trained:
 
     def drift(self, skip: int) -> float:
         """Median step time of the last quarter of the steps after `skip`, over that of their first quarter."""
-        steps = [later - earlier for earlier, later in pairwise(self.seconds[skip - 1 :])]
-        quarter = max(1, len(steps) // 4)
-        return sorted(steps[-quarter:])[quarter // 2] / sorted(steps[:quarter])[quarter // 2]
+        times = [later - earlier for earlier, later in pairwise(self.seconds[skip - 1 :])]
+        quarter = max(1, len(times) // 4)
+        return sorted(times[-quarter:])[quarter // 2] / sorted(times[:quarter])[quarter // 2]

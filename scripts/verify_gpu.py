@@ -19,7 +19,6 @@ import time
 import tomllib
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,17 +26,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fla_safe.installed import installed
+
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    "torch",
-    "triton",
-    "fla-core",
-    "megatron-core",
-    "mcore-bridge",
-    "ms-swift",
-    "transformer-engine",
-    "flash-qla",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +126,8 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "revision": revision.stdout.strip() or None,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": installed(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _tail(log: Path, lines: int = 15) -> str:

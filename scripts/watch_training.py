@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-__all__ = ["find_one", "first_error", "steps", "watch"]
+__all__ = ["find_one", "first_error", "records", "steps", "watch"]
 
 
 def find_one(folder: Path, name: str) -> Path | None:
@@ -21,15 +21,20 @@ def find_one(folder: Path, name: str) -> Path | None:
     return found[-1] if found else None
 
 
-def steps(path: Path | None) -> Iterator[dict[str, Any]]:
-    """The lines of a logging.jsonl that belong to training steps, with `step` and `of` as numbers."""
+def records(path: Path | None) -> Iterator[dict[str, Any]]:
+    """The lines of a logging.jsonl."""
     if path is None or not path.is_file():
         return
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            entry = json.loads(line)
+            yield json.loads(line)
         except json.JSONDecodeError:
             continue  # being written
+
+
+def steps(path: Path | None) -> Iterator[dict[str, Any]]:
+    """Those lines that belong to training steps, with `step` and `of` as numbers."""
+    for entry in records(path):
         if "loss" in entry and "/" in str(entry.get("iteration", "")):
             step, of = str(entry["iteration"]).split("/")
             yield {**entry, "step": int(step), "of": int(of)}

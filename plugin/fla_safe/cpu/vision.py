@@ -1,9 +1,10 @@
 """Declares the torchvision operators whose compiled library a CPU build of torch cannot load."""
 
-from importlib import metadata
 from typing import Any
 
 import torch
+
+from fla_safe.installed import installed_version
 
 __all__ = ["install"]
 
@@ -21,11 +22,8 @@ def install() -> None:
     global _library
     if torch.version.cuda is not None:
         return
-    try:
-        version = metadata.version("torchvision")
-    except metadata.PackageNotFoundError:
-        return
-    if version.endswith("+cpu"):
+    version = installed_version("torchvision")
+    if version is None or version.endswith("+cpu"):
         return
     _library = torch.library.Library("torchvision", "DEF")
     for name in _OPERATORS:

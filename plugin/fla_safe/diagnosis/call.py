@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -15,6 +14,7 @@ from fla_safe.diagnosis.record import PARAMETERS, Record, write
 from fla_safe.diagnosis.tap import What, followed, tapped
 from fla_safe.gdn.layout import ProjectionLayout
 from fla_safe.gdn.segments import PackedSegments
+from fla_safe.installed import installed
 
 __all__ = ["FILE_NAME", "CheckedCall"]
 
@@ -28,7 +28,6 @@ _AXES: Final[dict[str, Axes]] = {
     "dt_bias": "per_head",
 }
 _IN: Final[Stage] = "convolution, l2norm and gates"
-_PACKAGES: Final = ("torch", "triton", "fla-core", "megatron-core", "fla-safe")
 
 
 class Checked(Protocol):
@@ -244,7 +243,7 @@ class CheckedCall:
             },
             {"name": kernel.name, "version": str(kernel.version), "fused": kernel.mixer is not None},
             finding.as_dict(),
-            {"device": _device(self.proj.device)} | {p: v for p in _PACKAGES if (v := _version(p)) is not None},
+            {"device": _device(self.proj.device)} | installed(),
         )
 
 
@@ -275,10 +274,3 @@ def _finite(parameter: torch.Tensor) -> bool:
 
 def _device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -12,20 +12,10 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from fla_safe.installed import installed
 from fla_safe.runtime.stamp import Stamp
 
-__all__ = ["Environment", "installed_versions", "probe_import"]
-
-PACKAGES = (
-    "torch",
-    "triton",
-    "fla-core",
-    "megatron-core",
-    "mcore-bridge",
-    "ms-swift",
-    "transformer-engine",
-    "tilelang",
-)
+__all__ = ["Environment", "probe_import"]
 
 
 @dataclass
@@ -40,7 +30,7 @@ class Environment:
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    versions: Mapping[str, str] = field(default_factory=lambda: installed_versions())
+    versions: Mapping[str, str] = field(default_factory=installed)
     entry_points: tuple[str, ...] = field(
         default_factory=lambda: tuple(e.name for e in metadata.entry_points(group="torch.backends"))
     )
@@ -76,17 +66,6 @@ class Environment:
     def hopper(self) -> bool:
         """Whether the GPU is of architecture sm_90."""
         return self.stamp.arch == "sm_90"
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of the packages that matter, without importing any."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def probe_import(module: str, seconds: float = 120.0) -> str:

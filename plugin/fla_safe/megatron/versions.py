@@ -1,11 +1,10 @@
 """Which versions of the packages below this floor it was written for; everything else is refused by name."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from fla_safe.errors import FlaSafeError
+from fla_safe.installed import installed_version
 
 __all__ = ["SUPPORTED", "UnsupportedVersionError", "check_versions"]
 
@@ -30,11 +29,11 @@ def check_versions(*names: str) -> dict[str, str]:
     for name in names:
         supported = SUPPORTED[name]
         remedy = f"pip install '{name}{supported}'"
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            raise UnsupportedVersionError(f"{name} is not installed", f"{name}{supported}", remedy) from None
+        version = installed_version(name)
+        if version is None:
+            raise UnsupportedVersionError(f"{name} is not installed", f"{name}{supported}", remedy)
         # The local part (0.19.2+cu130) says how it was built, not what it is.
-        if Version(found[name]).public not in supported:
-            raise UnsupportedVersionError(f"{name} {found[name]}", f"{name}{supported}", remedy)
+        if Version(version).public not in supported:
+            raise UnsupportedVersionError(f"{name} {version}", f"{name}{supported}", remedy)
+        found[name] = version
     return found

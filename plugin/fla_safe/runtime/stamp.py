@@ -3,11 +3,11 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from fla_safe.errors import FlaSafeError
+from fla_safe.installed import installed_version
 
 __all__ = ["UNKNOWN", "Mismatch", "Stamp", "StampMismatchError"]
 
@@ -120,10 +120,7 @@ def _version(distribution: str, missing: str = UNKNOWN) -> str:
             return str(triton.__version__)
         except Exception:
             return missing
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return missing
+    return installed_version(distribution) or missing
 
 
 def _gpu(device: int | None) -> tuple[str, str]:

@@ -183,9 +183,11 @@ def _start() -> tuple[Any, int, int, Any]:
         OSError: too little memory, too many processes or open files, or no temporary directory.
     """
     log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by the caller)
-    there, write = os.pipe()
-    read, back = os.pipe()
+    ends: list[int] = []
     try:
+        ends += os.pipe()
+        ends += os.pipe()
+        there, write, read, back = ends
         child = subprocess.Popen(
             [sys.executable, "-m", "fla_safe.runtime.tuning.tuning_child", str(there), str(back)],
             pass_fds=(there, back),
@@ -195,12 +197,12 @@ def _start() -> tuple[Any, int, int, Any]:
             start_new_session=True,
         )
     except OSError:
-        os.close(write)
-        os.close(read)
+        for end in ends:
+            os.close(end)
+        log.close()
         raise
-    finally:
-        os.close(there)
-        os.close(back)
+    os.close(there)
+    os.close(back)
     return child, write, read, log
 
 
