@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
@@ -104,7 +104,11 @@ def test_no_training_before_its_golden_check(fake: ModuleType, wrong: bool, monk
         yield
 
     runtime: Any = SimpleNamespace(
-        tuning=SimpleNamespace(), warmup=warming, store=None, freeze=lambda **given: checks.update(given["checks"])
+        tuning=SimpleNamespace(),
+        warmup=warming,
+        store=None,
+        section=nullcontext(),
+        freeze=lambda **given: checks.update(given["checks"]),
     )
     monkeypatch.setattr(warmup, "_elsewhere", lambda *_: None)
     mixer = variant()
