@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from fake_triton.isolated import child
 from fla_safe.cli import app
 from fla_safe.trace import strace
 from fla_safe.trace.causes import classify
+from fla_safe.trace.command import run_traced
 from fla_safe.trace.merge import Process, Run, TraceError, read_run
 from fla_safe.trace.report import summarise, write_report
 from fla_safe.trace.sites import Sites
@@ -371,6 +373,31 @@ def test_a_signal_of_the_scheduler_reaches_the_command(flags: list[str], tmp_pat
         out, error = job.communicate(timeout=30)
     assert (job.returncode, out) == (9, "saved\n")
     assert f"fla-safe report '{tmp_path}/a b'" in error
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["plain", "strace"])
+def test_a_signal_that_comes_before_the_command_has_started_ends_it(
+    exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on a loaded machine: the tracer died of the signal, and the command ran on without it."""
+    if exact and strace.command(tmp_path) is None:
+        pytest.skip("strace is not installed or may not trace here")
+    started = subprocess.Popen
+
+    def interrupted(command: list[str], **named: Any) -> Any:
+        if "sleep" in command:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return started(command, **named)
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    ours = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGTERM, ours)
+    try:
+        status = run_traced(["sleep", "5"], tmp_path / "trace", exact=exact)
+        assert signal.getsignal(signal.SIGTERM) is ours
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert status in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def test_what_cannot_be_traced_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

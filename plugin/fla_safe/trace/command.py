@@ -20,6 +20,8 @@ __all__ = ["report", "run_traced", "trace"]
 KERNELS = ("chunk_gated_delta_rule_fwd_h", "chunk_gated_delta_rule_fwd_kernel_h")
 """What profilers show as the place of the gap: FLA's function, and the kernel in it."""
 
+_STRACE_STARTS_S = 5.0
+
 
 def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] = KERNELS, exact: bool = False) -> int:
     """Run a command with the recorder in all its Python processes, and return its status.
@@ -57,13 +59,15 @@ def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] =
             raise TraceError("strace is not installed, or may not trace here", "strace", "install it, or drop --strace")
         prefix = found
     environment = {**os.environ, "FLA_SAFE_TRACE": str(folder.resolve()), "FLA_SAFE_TRACE_KERNELS": ",".join(kernels)}
-    try:
-        child = subprocess.Popen([*prefix, *command], env=environment)
-    except OSError as error:
-        raise TraceError(f"{command[0]}: {error.strerror}", "a command", "check its name") from error
     # A terminal sends Ctrl-C to the command as well; a scheduler sends SIGTERM to this process alone.
-    before = signal.signal(signal.SIGTERM, lambda *_: _terminate(child.pid, exact))
+    terminator = _Terminator(exact)
+    before = signal.signal(signal.SIGTERM, terminator)
     try:
+        try:
+            child = subprocess.Popen([*prefix, *command], env=environment)
+        except OSError as error:
+            raise TraceError(f"{command[0]}: {error.strerror}", "a command", "check its name") from error
+        terminator.started(child.pid)
         while True:
             try:
                 return child.wait()
@@ -73,12 +77,41 @@ def run_traced(command: Sequence[str], folder: Path, *, kernels: Sequence[str] =
         signal.signal(signal.SIGTERM, before)
 
 
-def _terminate(pid: int, exact: bool) -> None:
-    """Ask the command to end. Strace, which ignores that while it writes to files, is its parent and ends with it."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    for command in children.read_text().split() if exact and children.exists() else [pid]:
-        with suppress(ProcessLookupError):
-            os.kill(int(command), signal.SIGTERM)
+class _Terminator:
+    """Signal handler that asks the command to end, as soon as there is one.
+
+    Strace ignores that while it writes to files: then its child is asked, and strace ends with it.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
+        self._child = 0
+        self._asked = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self._asked = True
+        if self._child:
+            self._ask()
+
+    def started(self, child: int) -> None:
+        """The command, or strace, runs as process `child`."""
+        self._child = child
+        if self._asked:
+            self._ask()
+
+    def _ask(self) -> None:
+        for command in self._commands():
+            with suppress(ProcessLookupError):
+                os.kill(command, signal.SIGTERM)
+
+    def _commands(self) -> list[int]:
+        children = Path(f"/proc/{self._child}/task/{self._child}/children")
+        if not self._exact or not children.exists():
+            return [self._child]
+        deadline = time.monotonic() + _STRACE_STARTS_S
+        while not (found := children.read_text().split()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return [int(pid) for pid in found]
 
 
 def trace(
