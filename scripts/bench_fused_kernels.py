@@ -75,26 +75,42 @@ class Kernels:
 
 
 VARIANTS: dict[str, list[dict[str, int | None]]] = {
-    "in": [{}, {"_IN_TOKENS": 32}, {"_IN_TOKENS": 128}, {"_WARPS": 2}, {"_WARPS": 8}, {"_WARPS": 8, "_IN_TOKENS": 128}],
-    "out": [{}, {"_OUT_ROWS": 8}, {"_OUT_ROWS": 32}, {"_WARPS": 8, "_OUT_ROWS": 32}, {"_WARPS": 2, "_OUT_ROWS": 8}],
-    "grad out": [
+    "in": [
         {},
-        {"_GRAD_OUT_STEPS": 2},
-        {"_GRAD_OUT_STEPS": 8},
-        {"_OUT_ROWS": 8, "_GRAD_OUT_STEPS": 8},
-        {"_OUT_ROWS": 32, "_GRAD_OUT_STEPS": 2},
+        *({"_IN_STAGES": stages} for stages in (2, 3, 4)),
+        *({"_IN_UNROLL": rows} for rows in (1, 2)),
+        {"_BY_KIND": True},
+        {"_BY_KIND": True, "_IN_STAGES": 2},
+        {"_IN_TOKENS": 128},
+        {"_IN_TOKENS": 128, "_IN_STAGES": 2},
+        {"_IN_TOKENS": 128, "_IN_STAGES": 3},
+        {"_WARPS": 2, "_IN_STAGES": 2},
+        {"_WARPS": 8, "_IN_TOKENS": 128, "_IN_STAGES": 2},
     ],
+    "out": [{}, {"_OUT_ROWS": 8}, {"_OUT_ROWS": 32}],
+    "grad out": [{}, {"_GRAD_OUT_STEPS": 2}, {"_GRAD_OUT_STEPS": 8}, {"_OUT_ROWS": 32, "_GRAD_OUT_STEPS": 2}],
     "grad in": [
         {},
-        {"_GRAD_TOKENS": 64},
-        {"_GRAD_TOKENS": 256},
-        {"_GRAD_REGISTERS": 96},
-        {"_GRAD_REGISTERS": 168},
-        {"_WARPS": 2, "_GRAD_TOKENS": 64},
-        {"_WARPS": 8, "_GRAD_TOKENS": 256},
+        *({"_GRAD_STAGES": stages} for stages in (2, 3, 4)),
+        *({"_GRAD_UNROLL": rows} for rows in (1, 2)),
+        {"_GRAD_UNROLL": 1, "_GRAD_REGISTERS": 96},
+        {"_BY_KIND": True},
+        *({"_BY_KIND": True, "_GRAD_STAGES": stages} for stages in (2, 3)),
+        *({"_BY_KIND": True, "_GRAD_UNROLL": rows} for rows in (1, 2)),
+        {"_BY_KIND": True, "_GRAD_UNROLL": 1, "_GRAD_REGISTERS": 96},
+        {"_BY_KIND": True, "_GRAD_TOKENS": 256},
+        {"_BY_KIND": True, "_GRAD_TOKENS": 256, "_GRAD_STAGES": 2},
+        {"_BY_KIND": True, "_GRAD_STAGES": 2, "_GRAD_REGISTERS": 168},
+        {"_BY_KIND": True, "_GRAD_STAGES": 3, "_GRAD_REGISTERS": 168},
+        {"_BY_KIND": True, "_GRAD_STAGES": 2, "_WARPS": 2, "_GRAD_TOKENS": 64},
     ],
     "grad gate": [{}, {"_OUT_ROWS": 8}, {"_OUT_ROWS": 32}],
-    "sums": [{}],
+    "sums": [
+        {},
+        {"_SUM_ROWS": 128},
+        {"_NORM_ROWS": 1024, "_NORM_COLS": 4},
+        {"_GRAD_TOKENS": 256, "_GRAD_OUT_STEPS": 8},
+    ],
 }
 
 

@@ -1,6 +1,5 @@
 """Runs the fused mixer and the composed one in float64 on the same random input, on a CPU or a GPU."""
 
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -64,12 +63,13 @@ def both(
     keep_inputs: bool | None = None,
     kernel: Any = None,
     tokens: int | None = None,
+    launched: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Output and gradients, by name, of the fused mixer and of the composed one in float64. Tails hold NaN.
 
     `tokens`: rows of a program, default the ones in use. Many make the interpreter fast; few give programs whose rows
-    all lie in one segment.
+    all lie in one segment. `launched`: constants of `fla_safe.gdn.fused.launch` to use instead.
     """
     layout = ProjectionLayout(*heads)
     draw = torch.Generator().manual_seed(rows)
@@ -80,13 +80,15 @@ def both(
         dout[segments.used :] = float("nan")
     given = {"proj": proj, **parameters(layout, window, bias)}
     rounded = {name: x.to(device, dtype) for name, x in given.items() if x is not None}
-    changes = {name: tokens or getattr(fused_launch, name) for name in ("_IN_TOKENS", "_GRAD_TOKENS")}
+    changes = {name: tokens or getattr(fused_launch, name) for name in ("_IN_TOKENS", "_GRAD_TOKENS")} | (
+        launched or {}
+    )
     results = []
     for wide in (False, True):
         leaves = {name: x.detach().to(torch.float64 if wide else dtype) for name, x in rounded.items()}
         leaves = {name: x.clone().requires_grad_() for name, x in leaves.items()}
         arguments = {"conv_bias": None, **leaves, "layout": layout, "norm_eps": 1e-5, "segments": segments, **options}
-        with mock.patch.multiple(fused_launch, **changes) if changes else nullcontext():
+        with mock.patch.multiple(fused_launch, **changes):
             if wide:
                 out = composed_mixer(kernel=resolve("torch", device), **arguments)
             else:

@@ -132,6 +132,20 @@ def test_resolved_on_cuda_it_is_the_fused_one_and_never_waits_for_the_gpu() -> N
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize(
+    "launched",
+    [
+        pytest.param({"_IN_STAGES": 2, "_GRAD_STAGES": 2}, id="loads-ahead"),
+        pytest.param({"_IN_UNROLL": 1, "_GRAD_UNROLL": 1}, id="not-unrolled"),
+        pytest.param({"_BY_KIND": True}, id="by-kind"),
+    ],
+)
+def test_every_way_to_launch_matches_the_oracle(launched: dict[str, Any]) -> None:
+    segments = packed([900, 1, 600, 333], tail=40)
+    assert_close(*both(SHARD, segments.total, segments=segments, device="cuda", launched=launched))
+
+
 def test_another_number_of_tokens_compiles_nothing() -> None:
     kernels = [mixer_in_forward, mixer_in_backward, mixer_out_forward, mixer_out_backward, gate_backward, add_sums]
 

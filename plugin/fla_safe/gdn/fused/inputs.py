@@ -12,6 +12,7 @@ from fla_safe.gdn.fused.rows import (
     gate_columns,
     load_rows,
     log1p,
+    place,
     row_pointers,
     row_starts,
     seen,
@@ -55,6 +56,8 @@ def _head(
     W: tl.constexpr,
     CHAINS: tl.constexpr,
     LENGTH: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     NORM: tl.constexpr,
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -70,38 +73,23 @@ def _head(
         b = tl.load(bias + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
     else:
         b = 0.0
-    ta = begin + tl.arange(0, CHAINS)[:, None] * LENGTH
-    px = row_pointers(x, ta, BD, X_STRIDE)
-    po = row_pointers(out, ta, BD, OUT_STRIDE)
-    x3 = load_rows(px - 3 * X_STRIDE, (ta >= 3) & (ta - 3 < total), D, BD, MASKED)
-    x2 = load_rows(px - 2 * X_STRIDE, (ta >= 2) & (ta - 2 < total), D, BD, MASKED)
-    x1 = load_rows(px - X_STRIDE, (ta >= 1) & (ta - 1 < total), D, BD, MASKED)
-    for _ in range(0, LENGTH, 4):
-        tb = ta + 1
-        tc = ta + 2
-        td = ta + 3
-        xa = load_rows(px, ta < total, D, BD, MASKED)
-        xb = load_rows(px + X_STRIDE, tb < total, D, BD, MASKED)
-        xc = load_rows(px + 2 * X_STRIDE, tc < total, D, BD, MASKED)
-        xd = load_rows(px + 3 * X_STRIDE, td < total, D, BD, MASKED)
-        fa = row_starts(starts, ta, total, PACKED, MASKED)
-        fb = row_starts(starts, tb, total, PACKED, MASKED)
-        fc = row_starts(starts, tc, total, PACKED, MASKED)
-        fd = row_starts(starts, td, total, PACKED, MASKED)
-        ya = _activate(xa, x1, x2, x3, ta, fa, w0, w1, w2, w3, b, eps, NORM, MASKED)
-        yb = _activate(xb, xa, x1, x2, tb, fb, w0, w1, w2, w3, b, eps, NORM, MASKED)
-        yc = _activate(xc, xb, xa, x1, tc, fc, w0, w1, w2, w3, b, eps, NORM, MASKED)
-        yd = _activate(xd, xc, xb, xa, td, fd, w0, w1, w2, w3, b, eps, NORM, MASKED)
-        store_rows(po, ya, ta < total, D, BD, MASKED)
-        store_rows(po + OUT_STRIDE, yb, tb < total, D, BD, MASKED)
-        store_rows(po + 2 * OUT_STRIDE, yc, tc < total, D, BD, MASKED)
-        store_rows(po + 3 * OUT_STRIDE, yd, td < total, D, BD, MASKED)
-        x1 = xd
-        x2 = xc
-        x3 = xb
-        ta += 4
-        px += 4 * X_STRIDE
-        po += 4 * OUT_STRIDE
+    t = begin + tl.arange(0, CHAINS)[:, None] * LENGTH
+    px = row_pointers(x, t, BD, X_STRIDE)
+    po = row_pointers(out, t, BD, OUT_STRIDE)
+    x3 = load_rows(px - 3 * X_STRIDE, (t >= 3) & (t - 3 < total), D, BD, MASKED)
+    x2 = load_rows(px - 2 * X_STRIDE, (t >= 2) & (t - 2 < total), D, BD, MASKED)
+    x1 = load_rows(px - X_STRIDE, (t >= 1) & (t - 1 < total), D, BD, MASKED)
+    for _ in tl.range(0, LENGTH, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        x0 = load_rows(px, t < total, D, BD, MASKED)
+        first = row_starts(starts, t, total, PACKED, MASKED)
+        y = _activate(x0, x1, x2, x3, t, first, w0, w1, w2, w3, b, eps, NORM, MASKED)
+        store_rows(po, y, t < total, D, BD, MASKED)
+        x3 = x2
+        x2 = x1
+        x1 = x0
+        t += 1
+        px += X_STRIDE
+        po += OUT_STRIDE
 
 
 @triton.jit
@@ -170,12 +158,15 @@ def mixer_in_forward(
     TOKENS: tl.constexpr,
     CHAINS_K: tl.constexpr,
     CHAINS_V: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    BY_KIND: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     L2NORM: tl.constexpr,
     PACKED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Grid (2 H + HV + 1 slots, blocks of `TOKENS` rows, batch).
+    """Grid ((2 H + HV + 1 slots) * blocks of `TOKENS` rows, batch); see `rows.place`.
 
     `proj` `[total, BATCH, P]` contiguous; `qkv` holds q and k `[BATCH, total, H, K]` and v `[BATCH, total, HV, V]`, one
     after the other; `g` float32 and `beta` `[BATCH, total, HV]`; `starts` int32 `[total]` (see `rows.NOWHERE`).
@@ -183,9 +174,9 @@ def mixer_in_forward(
     """
     P: tl.constexpr = 2 * H * K + 2 * HV * V + 2 * HV
     X_STRIDE: tl.constexpr = BATCH * P
-    slot = tl.program_id(0)
-    begin = tl.program_id(1) * TOKENS
-    batch = tl.program_id(2)
+    slot, block = place(tl.program_id(0), tl.cdiv(total, TOKENS), H, HV, BY_KIND)
+    begin = block * TOKENS
+    batch = tl.program_id(1)
     x = proj + batch * P
     row = batch.to(tl.int64) * total
     if slot == 2 * H + HV:
@@ -203,28 +194,28 @@ def mixer_in_forward(
         if PACKED:
             last = tl.load(starts + begin + TOKENS - 1, mask=begin + TOKENS <= total, other=NOWHERE)
             interior = interior & (last <= begin - 3)
-        rows = tl.num_programs(2).to(tl.int64) * total
+        rows = tl.num_programs(1).to(tl.int64) * total
         if slot < 2 * H:
             out = qkv + (slot // H) * rows * (H * K) + row * (H * K) + (slot % H) * K
             if interior:
                 _head(
                     x, weight, bias, starts, out, begin, total, eps, K, BK, X_STRIDE, H * K,
-                    W, CHAINS_K, TOKENS // CHAINS_K, L2NORM, PACKED, False, HAS_BIAS,
+                    W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, STAGES, L2NORM, PACKED, False, HAS_BIAS,
                 )  # fmt: skip
             else:
                 _head(
                     x, weight, bias, starts, out, begin, total, eps, K, BK, X_STRIDE, H * K,
-                    W, CHAINS_K, TOKENS // CHAINS_K, L2NORM, PACKED, True, HAS_BIAS,
+                    W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, STAGES, L2NORM, PACKED, True, HAS_BIAS,
                 )  # fmt: skip
         else:
             out = qkv + 2 * rows * (H * K) + row * (HV * V) + (slot - 2 * H) * V
             if interior:
                 _head(
                     x, weight, bias, starts, out, begin, total, eps, V, BV, X_STRIDE, HV * V,
-                    W, CHAINS_V, TOKENS // CHAINS_V, False, PACKED, False, HAS_BIAS,
+                    W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, STAGES, False, PACKED, False, HAS_BIAS,
                 )  # fmt: skip
             else:
                 _head(
                     x, weight, bias, starts, out, begin, total, eps, V, BV, X_STRIDE, HV * V,
-                    W, CHAINS_V, TOKENS // CHAINS_V, False, PACKED, True, HAS_BIAS,
+                    W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, STAGES, False, PACKED, True, HAS_BIAS,
                 )  # fmt: skip

@@ -11,6 +11,7 @@ from fla_safe.gdn.fused.rows import (
     NOWHERE,
     columns_of_slot,
     load_rows,
+    place,
     row_pointers,
     row_starts,
     seen,
@@ -81,6 +82,8 @@ def _head(
     W: tl.constexpr,
     CHAINS: tl.constexpr,
     LENGTH: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
     NORM: tl.constexpr,
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -89,8 +92,9 @@ def _head(
     """One head's columns: each chain walks its tokens from the last to the first.
 
     The gradient of row t needs those before the SiLU of rows t to t + 3: the three later ones stay in registers, and
-    each chain first computes the three that follow its last token.
+    each chain first computes those of the rows that follow its last token.
     """
+    AFTER: tl.constexpr = 4  # three are needed; one more, and a loop unrolled by four has no remainder
     cols = tl.arange(0, BD)
     w0 = tap(weight, 0, D, BD, W)
     w1 = tap(weight, 1, D, BD, W)
@@ -101,119 +105,60 @@ def _head(
     else:
         b = 0.0
 
-    # `ta`: first of the four rows of an iteration; the first iteration is the four rows after the chain.
-    ta = begin + tl.arange(0, CHAINS)[:, None] * LENGTH + LENGTH
-    px = row_pointers(x, ta, BD, X_STRIDE)
-    q1 = row_pointers(d, ta, BD, D_STRIDE)
-    q2 = row_pointers(d2, ta, BD, D_STRIDE)
-    po = row_pointers(dx, ta, BD, X_STRIDE)
-    xd = load_rows(px + 3 * X_STRIDE, ta + 3 < total, D, BD, MASKED)
-    xc = load_rows(px + 2 * X_STRIDE, ta + 2 < total, D, BD, MASKED)
-    xb = load_rows(px + X_STRIDE, ta + 1 < total, D, BD, MASKED)
-    pe = tl.zeros([CHAINS, BD], tl.float32)
-    pf = tl.zeros([CHAINS, BD], tl.float32)
-    pg = tl.zeros([CHAINS, BD], tl.float32)
-    fe = ta * 0
-    ff = fe
-    fg = fe
+    t = begin + tl.arange(0, CHAINS)[:, None] * LENGTH + (LENGTH + AFTER - 1)
+    px = row_pointers(x, t, BD, X_STRIDE)
+    q1 = row_pointers(d, t, BD, D_STRIDE)
+    q2 = row_pointers(d2, t, BD, D_STRIDE)
+    po = row_pointers(dx, t, BD, X_STRIDE)
+    x0 = load_rows(px, t < total, D, BD, MASKED)
+    x1 = load_rows(px - X_STRIDE, t - 1 < total, D, BD, MASKED)
+    x2 = load_rows(px - 2 * X_STRIDE, t - 2 < total, D, BD, MASKED)
+    # Of the rows one, two and three later: gradients before the SiLU, and where their segments start.
+    p1 = tl.zeros([CHAINS, BD], tl.float32)
+    p2 = p1
+    p3 = p1
+    f1 = t * 0
+    f2 = f1
+    f3 = f1
     dw0 = tl.zeros([CHAINS, BD], tl.float32)
-    dw1 = tl.zeros([CHAINS, BD], tl.float32)
-    dw2 = tl.zeros([CHAINS, BD], tl.float32)
-    dw3 = tl.zeros([CHAINS, BD], tl.float32)
-    db = tl.zeros([CHAINS, BD], tl.float32)
-    for i in range(0, LENGTH + 4, 4):
-        own = i > 0
-        tb = ta + 1
-        tc = ta + 2
-        td = ta + 3
-        xa = load_rows(px, ta < total, D, BD, MASKED)
-        u1 = load_rows(px - X_STRIDE, (ta >= 1) & (ta - 1 < total), D, BD, MASKED)
-        u2 = load_rows(px - 2 * X_STRIDE, (ta >= 2) & (ta - 2 < total), D, BD, MASKED)
-        u3 = load_rows(px - 3 * X_STRIDE, (ta >= 3) & (ta - 3 < total), D, BD, MASKED)
-        fa = row_starts(starts, ta, total, PACKED, MASKED)
-        fb = row_starts(starts, tb, total, PACKED, MASKED)
-        fc = row_starts(starts, tc, total, PACKED, MASKED)
-        fd = row_starts(starts, td, total, PACKED, MASKED)
-
-        # Two rows at a time: gradients of all four in flight, in up to four parts each, would spill registers.
-        dd = _grad_rows(q1 + 3 * D_STRIDE, q2 + 3 * D_STRIDE, td >= fd, has_d2, D, BD, GROUP, SECOND, MASKED)
-        dc = _grad_rows(q1 + 2 * D_STRIDE, q2 + 2 * D_STRIDE, tc >= fc, has_d2, D, BD, GROUP, SECOND, MASKED)
-        x0 = seen(xd, td, fd, 0, MASKED)
-        x1 = seen(xc, td, fd, 1, MASKED)
-        x2 = seen(xb, td, fd, 2, MASKED)
-        x3 = seen(xa, td, fd, 3, MASKED)
-        pd = _grad_pre(x0, x1, x2, x3, dd, w0, w1, w2, w3, b, eps, NORM)
-        dw0 += pd * x0
-        dw1 += pd * x1
-        dw2 += pd * x2
-        dw3 += pd * x3
-        out = w0 * pd + w1 * seen(pe, ta + 4, fe, 1, MASKED)
-        out += w2 * seen(pf, ta + 5, ff, 2, MASKED) + w3 * seen(pg, ta + 6, fg, 3, MASKED)
-        store_rows(po + 3 * X_STRIDE, out, own & (td < total), D, BD, True)
-
-        x0 = seen(xc, tc, fc, 0, MASKED)
-        x1 = seen(xb, tc, fc, 1, MASKED)
-        x2 = seen(xa, tc, fc, 2, MASKED)
-        x3 = seen(u1, tc, fc, 3, MASKED)
-        pc = _grad_pre(x0, x1, x2, x3, dc, w0, w1, w2, w3, b, eps, NORM)
-        dw0 += pc * x0
-        dw1 += pc * x1
-        dw2 += pc * x2
-        dw3 += pc * x3
-        out = w0 * pc + w1 * seen(pd, td, fd, 1, MASKED)
-        out += w2 * seen(pe, ta + 4, fe, 2, MASKED) + w3 * seen(pf, ta + 5, ff, 3, MASKED)
-        store_rows(po + 2 * X_STRIDE, out, own & (tc < total), D, BD, True)
-
-        dbb = _grad_rows(q1 + D_STRIDE, q2 + D_STRIDE, tb >= fb, has_d2, D, BD, GROUP, SECOND, MASKED)
-        da = _grad_rows(q1, q2, ta >= fa, has_d2, D, BD, GROUP, SECOND, MASKED)
-        x0 = seen(xb, tb, fb, 0, MASKED)
-        x1 = seen(xa, tb, fb, 1, MASKED)
-        x2 = seen(u1, tb, fb, 2, MASKED)
-        x3 = seen(u2, tb, fb, 3, MASKED)
-        pb = _grad_pre(x0, x1, x2, x3, dbb, w0, w1, w2, w3, b, eps, NORM)
-        dw0 += pb * x0
-        dw1 += pb * x1
-        dw2 += pb * x2
-        dw3 += pb * x3
-        out = w0 * pb + w1 * seen(pc, tc, fc, 1, MASKED)
-        out += w2 * seen(pd, td, fd, 2, MASKED) + w3 * seen(pe, ta + 4, fe, 3, MASKED)
-        store_rows(po + X_STRIDE, out, own & (tb < total), D, BD, True)
-
-        x0 = seen(xa, ta, fa, 0, MASKED)
-        x1 = seen(u1, ta, fa, 1, MASKED)
-        x2 = seen(u2, ta, fa, 2, MASKED)
-        x3 = seen(u3, ta, fa, 3, MASKED)
-        pa = _grad_pre(x0, x1, x2, x3, da, w0, w1, w2, w3, b, eps, NORM)
-        dw0 += pa * x0
-        dw1 += pa * x1
-        dw2 += pa * x2
-        dw3 += pa * x3
-        out = w0 * pa + w1 * seen(pb, tb, fb, 1, MASKED)
-        out += w2 * seen(pc, tc, fc, 2, MASKED) + w3 * seen(pd, td, fd, 3, MASKED)
-        store_rows(po, out, own & (ta < total), D, BD, True)
-
+    dw1 = dw0
+    dw2 = dw0
+    dw3 = dw0
+    db = dw0
+    for i in tl.range(0, LENGTH + AFTER, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        own = i >= AFTER
+        f0 = row_starts(starts, t, total, PACKED, MASKED)
+        x3 = load_rows(px - 3 * X_STRIDE, (t >= 3) & (t - 3 < total), D, BD, MASKED)
+        dy = _grad_rows(q1, q2, t >= f0, has_d2, D, BD, GROUP, SECOND, MASKED)
+        s0 = seen(x0, t, f0, 0, MASKED)
+        s1 = seen(x1, t, f0, 1, MASKED)
+        s2 = seen(x2, t, f0, 2, MASKED)
+        s3 = seen(x3, t, f0, 3, MASKED)
+        p0 = _grad_pre(s0, s1, s2, s3, dy, w0, w1, w2, w3, b, eps, NORM)
+        out = w0 * p0 + w1 * seen(p1, t + 1, f1, 1, MASKED)
+        out += w2 * seen(p2, t + 2, f2, 2, MASKED) + w3 * seen(p3, t + 3, f3, 3, MASKED)
+        store_rows(po, out, own & (t < total), D, BD, True)
+        counted = tl.where(own, p0, 0.0)
+        dw0 += counted * s0
+        dw1 += counted * s1
+        dw2 += counted * s2
+        dw3 += counted * s3
         if HAS_BIAS:
-            db += pa + pb + pc + pd
-        if not own:
-            dw0 = tl.zeros([CHAINS, BD], tl.float32)
-            dw1 = dw0
-            dw2 = dw0
-            dw3 = dw0
-            db = dw0
-        pe = pa
-        pf = pb
-        pg = pc
-        fe = fa
-        ff = fb
-        fg = fc
-        xd = u1
-        xc = u2
-        xb = u3
-        ta -= 4
-        px -= 4 * X_STRIDE
-        po -= 4 * X_STRIDE
-        q1 -= 4 * D_STRIDE
-        q2 -= 4 * D_STRIDE
+            db += counted
+        p3 = p2
+        p2 = p1
+        p1 = p0
+        f3 = f2
+        f2 = f1
+        f1 = f0
+        x0 = x1
+        x1 = x2
+        x2 = x3
+        t -= 1
+        px -= X_STRIDE
+        po -= X_STRIDE
+        q1 -= D_STRIDE
+        q2 -= D_STRIDE
 
     inside = cols < D
     tl.store(sums + (W - 1) * C + cols, tl.sum(dw0, axis=0), mask=inside)
@@ -261,6 +206,9 @@ def mixer_in_backward(
     TOKENS: tl.constexpr,
     CHAINS_K: tl.constexpr,
     CHAINS_V: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    BY_KIND: tl.constexpr,
     GROUP: tl.constexpr,
     SECOND_K: tl.constexpr,
     SECOND_G: tl.constexpr,
@@ -271,7 +219,7 @@ def mixer_in_backward(
     PACKED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Grid (2 H + HV + 1 slots, blocks of `TOKENS` rows, batch), as `mixer_in_forward`.
+    """Grid ((2 H + HV + 1 slots) * blocks of `TOKENS` rows, batch), as `mixer_in_forward`.
 
     `dq`, `dk`, `dk2` `[BATCH, total, H * GROUP, K]`: heads of a group, and `dk2` if `SECOND_K`, are summed here; `dg`
     and `dg2` likewise, and the `PARTS_G` parts of `dg`; see `KernelGrads` for `CHUNK`. Writes every column of `dproj`
@@ -283,13 +231,14 @@ def mixer_in_backward(
     CW: tl.constexpr = (W + HAS_BIAS) * C + 2 * HV
     X_STRIDE: tl.constexpr = BATCH * P
     STEP: tl.constexpr = 16 if CHUNK > 0 else 32
-    slot = tl.program_id(0)
-    begin = tl.program_id(1) * TOKENS
-    batch = tl.program_id(2)
+    blocks = tl.cdiv(total, TOKENS)
+    slot, block = place(tl.program_id(0), blocks, H, HV, BY_KIND)
+    begin = block * TOKENS
+    batch = tl.program_id(1)
     x = proj + batch * P
     dx = dproj + batch * P
     row = batch.to(tl.int64) * total
-    sums += (batch * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * CW
+    sums += (batch * blocks + block).to(tl.int64) * CW
     if slot == 2 * H + HV:
         gates_backward(
             x, a_log, dt_bias, starts, dg + row * HV, dg2 + row * HV, dbeta + row * HV, dx, sums + (W + HAS_BIAS) * C,
@@ -319,22 +268,24 @@ def mixer_in_backward(
             if interior:
                 _head(
                     x, weight, bias, starts, d, d2, dx, sums, begin, total, is_k, eps, C, K, BK, X_STRIDE,
-                    H * GROUP * K, GROUP, SECOND_K, W, CHAINS_K, TOKENS // CHAINS_K, L2NORM, PACKED, False, HAS_BIAS,
+                    H * GROUP * K, GROUP, SECOND_K, W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, STAGES, L2NORM,
+                    PACKED, False, HAS_BIAS,
                 )  # fmt: skip
             else:
                 _head(
                     x, weight, bias, starts, d, d2, dx, sums, begin, total, is_k, eps, C, K, BK, X_STRIDE,
-                    H * GROUP * K, GROUP, SECOND_K, W, CHAINS_K, TOKENS // CHAINS_K, L2NORM, PACKED, True, HAS_BIAS,
+                    H * GROUP * K, GROUP, SECOND_K, W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, STAGES, L2NORM,
+                    PACKED, True, HAS_BIAS,
                 )  # fmt: skip
         else:
             d = dv + row * (HV * V) + (slot - 2 * H) * V
             if interior:
                 _head(
                     x, weight, bias, starts, d, d, dx, sums, begin, total, False, eps, C, V, BV, X_STRIDE,
-                    HV * V, 1, False, W, CHAINS_V, TOKENS // CHAINS_V, False, PACKED, False, HAS_BIAS,
+                    HV * V, 1, False, W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, STAGES, False, PACKED, False, HAS_BIAS,
                 )  # fmt: skip
             else:
                 _head(
                     x, weight, bias, starts, d, d, dx, sums, begin, total, False, eps, C, V, BV, X_STRIDE,
-                    HV * V, 1, False, W, CHAINS_V, TOKENS // CHAINS_V, False, PACKED, True, HAS_BIAS,
+                    HV * V, 1, False, W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, STAGES, False, PACKED, True, HAS_BIAS,
                 )  # fmt: skip

@@ -37,6 +37,16 @@ _IN_TOKENS: Final = 64
 _GRAD_TOKENS: Final = 128
 _OUT_ROWS: Final = 16
 _GRAD_OUT_STEPS: Final = 4
+# Rows of an iteration, and iterations whose loads are in flight (1: none ahead, in registers; else in shared memory).
+_IN_UNROLL: Final = 4
+_IN_STAGES: Final = 1
+_GRAD_UNROLL: Final = 4
+_GRAD_STAGES: Final = 1
+_BY_KIND: Final = False
+_SUM_ROWS: Final = 64
+_SUM_COLS: Final = 64
+_NORM_ROWS: Final = 512
+_NORM_COLS: Final = 8
 # More registers would leave too few warps to hide memory latency; the compiler spills a few in the masked path only.
 _GRAD_REGISTERS: Final = 128
 
@@ -154,9 +164,9 @@ def _out_options(shape: MixerShape) -> dict[str, Any]:
     }
 
 
-def _in_grid(shape: MixerShape, total: int, tokens: int) -> tuple[int, int, int]:
+def _in_grid(shape: MixerShape, blocks: int) -> tuple[int, int]:
     layout = shape.layout
-    return 2 * layout.key_heads + layout.value_heads + 1, _blocks(total, tokens), shape.batch
+    return (2 * layout.key_heads + layout.value_heads + 1) * blocks, shape.batch
 
 
 def _row_starts(segments: PackedSegments | None, otherwise: torch.Tensor) -> torch.Tensor:
@@ -170,7 +180,7 @@ def run_in(proj: torch.Tensor, gates: Gates, shape: MixerShape, segments: Packed
     qkv = proj.new_empty(batch * total * layout.conv_dim)
     g = proj.new_empty((batch, total, HV), dtype=torch.float32)
     beta = proj.new_empty((batch, total, HV))
-    mixer_in_forward[_in_grid(shape, total, _IN_TOKENS)](
+    mixer_in_forward[_in_grid(shape, _blocks(total, _IN_TOKENS))](
         proj,
         gates.conv_weight,
         gates.conv_weight if gates.conv_bias is None else gates.conv_bias,
@@ -181,6 +191,9 @@ def run_in(proj: torch.Tensor, gates: Gates, shape: MixerShape, segments: Packed
         g,
         beta,
         total,
+        UNROLL=_IN_UNROLL,
+        STAGES=_IN_STAGES,
+        BY_KIND=_BY_KIND,
         **_in_options(shape, _IN_TOKENS),
     )
     size, strides = (batch, total, H, K), (total * H * K, H * K, K, 1)
@@ -251,10 +264,10 @@ def grad_in(
 ) -> torch.Tensor:
     """Gradients of q, k, v, b and a into `dproj`; per-block sums of the parameters' gradients. One launch."""
     total, layout = proj.shape[0], shape.layout
-    grid = _in_grid(shape, total, _GRAD_TOKENS)
+    blocks = _blocks(total, _GRAD_TOKENS)
     width = (shape.window + shape.bias) * layout.conv_dim + 2 * layout.value_heads
-    sums = proj.new_empty((grid[1] * shape.batch, width), dtype=torch.float32)
-    mixer_in_backward[grid](
+    sums = proj.new_empty((blocks * shape.batch, width), dtype=torch.float32)
+    mixer_in_backward[_in_grid(shape, blocks)](
         proj,
         gates.conv_weight,
         gates.conv_weight if gates.conv_bias is None else gates.conv_bias,
@@ -277,6 +290,9 @@ def grad_in(
         PARTS_G=1 if grads.dg.dim() == 3 else grads.dg.shape[0],
         CHUNK=grads.chunk,
         maxnreg=_GRAD_REGISTERS,
+        UNROLL=_GRAD_UNROLL,
+        STAGES=_GRAD_STAGES,
+        BY_KIND=_BY_KIND,
         **_in_options(shape, _GRAD_TOKENS),
     )
     return sums
@@ -294,8 +310,7 @@ def total_sums(
         torch.empty_like(gates.dt_bias),
     )
     dnorm_weight = torch.empty_like(norm_weight)
-    rows, cols, norm_rows, norm_cols = 64, 64, 512, 8
-    grid = (_blocks(layout.value_dim, norm_cols) + _blocks(in_sums.shape[1], cols),)
+    grid = (_blocks(layout.value_dim, _NORM_COLS) + _blocks(in_sums.shape[1], _SUM_COLS),)
     add_sums[grid](
         in_sums,
         out_sums,
@@ -310,10 +325,10 @@ def total_sums(
         W=shape.window,
         HV=layout.value_heads,
         V=layout.value_dim,
-        ROWS=rows,
-        COLS=cols,
-        NORM_ROWS=norm_rows,
-        NORM_COLS=norm_cols,
+        ROWS=_SUM_ROWS,
+        COLS=_SUM_COLS,
+        NORM_ROWS=_NORM_ROWS,
+        NORM_COLS=_NORM_COLS,
         HAS_BIAS=shape.bias,
         num_warps=8,
     )

@@ -14,6 +14,7 @@ __all__ = [
     "gate_columns",
     "load_rows",
     "log1p",
+    "place",
     "row_pointers",
     "row_starts",
     "seen",
@@ -27,6 +28,29 @@ _COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 
 NOWHERE = tl.constexpr(NO_SEGMENT)
 """Start of the segment of a row that belongs to nobody (the pack's tail), so that it sees no row."""
+
+
+@triton.jit
+def place(pid, blocks, H: tl.constexpr, HV: tl.constexpr, BY_KIND: tl.constexpr):
+    """Slot and block of rows of program `pid`: H q heads, H k heads, HV v heads and the gates, of each block.
+
+    All slots of a block together; or, `BY_KIND`, first the gates of all blocks, which take longest, then q and k, then
+    v, so that programs that run side by side run the same code.
+    """
+    if BY_KIND:
+        if pid < blocks:
+            slot = 2 * H + HV
+            block = pid
+        elif pid < blocks * (2 * H + 1):
+            slot = (pid - blocks) % (2 * H)
+            block = (pid - blocks) // (2 * H)
+        else:
+            slot = 2 * H + (pid - blocks * (2 * H + 1)) % HV
+            block = (pid - blocks * (2 * H + 1)) // HV
+    else:
+        slot = pid % (2 * H + HV + 1)
+        block = pid // (2 * H + HV + 1)
+    return slot, block
 
 
 @triton.jit
