@@ -53,7 +53,7 @@ class RuntimeSettings:
         guarded: module prefixes of the kernels this runtime answers for; empty means every Triton kernel.
         audit: which file operations are counted after the freeze (`Audit`).
         watch_syncs: count synchronizing CUDA calls inside `Runtime.section`.
-        judge: accepts or refuses winners of tuning (`winners.RepeatCheck`, for one).
+        judge: accepts or refuses winners of tuning (`repeats.RepeatCheck`, for one).
         agree: at the freeze, hold one table on all ranks of the default process group (`Agreement`).
         isolate: keep compiled kernels in a directory of this rank (`open_rank_store`), seeded from `bundle`.
         cache_root: where that directory lies; None chooses.

@@ -16,7 +16,7 @@ from fla_safe.errors import FlaSafeError
 from fla_safe.gdn.backends import resolve
 from fla_safe.gdn.segments import PackedSegments
 from fla_safe.gdn.variant import MixerVariant
-from fla_safe.runtime.tuning.trial_child import same_bits
+from fla_safe.runtime.tuning.repeats import same_bits
 
 __all__ = ["LENGTHS", "REPEATS", "TAIL", "TOLERANCES", "GoldenCheck", "Verdict"]
 

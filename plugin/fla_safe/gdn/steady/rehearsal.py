@@ -13,8 +13,8 @@ from fla_safe.gdn.segments import PackedSegments
 from fla_safe.gdn.steady.golden import GoldenCheck
 from fla_safe.gdn.variant import MixerVariant
 from fla_safe.runtime.tuning.keys import TuningKey
+from fla_safe.runtime.tuning.repeats import RepeatCheck
 from fla_safe.runtime.tuning.tuning_child import Work
-from fla_safe.runtime.tuning.winners import RepeatCheck
 
 __all__ = ["AWKWARD_ROWS", "GUARDED", "Rows", "in_child", "packed_row", "rehearse", "repeats", "steps"]
 

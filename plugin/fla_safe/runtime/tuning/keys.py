@@ -185,7 +185,7 @@ class Entry:
     Args:
         decision: the config.
         median_us: measured time of one launch in microseconds, if it was measured.
-        verified: it passed the correctness and bitwise-repeat check of `winners`.
+        verified: it passed the correctness and bitwise-repeat check of `repeats`.
         source: how it came into the table.
     """
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from fla_safe.runtime.tuning.autotune import Tuning
 from fla_safe.runtime.tuning.keys import Decision, TuningKey
-from fla_safe.runtime.tuning.trial_child import first_line
+from fla_safe.runtime.tuning.tuning_child import first_line
 
 __all__ = ["MOST_CHILDREN", "OutsideTuning"]
 

@@ -5,9 +5,11 @@ reads says what to run and what is known; it answers with one JSON object a line
 decision.
 """
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,9 +19,10 @@ from typing import Any
 
 from fla_safe.runtime.tuning.autotune import Judge
 from fla_safe.runtime.tuning.keys import Decision, TuningKey
-from fla_safe.runtime.tuning.trial_child import device_lives, end_with_parent, first_line
 
-__all__ = ["Work", "main"]
+__all__ = ["Work", "device_lives", "first_line", "main"]
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class _DeadDevice(BaseException):
 
 def main(read: int, write: int) -> None:
     """Tune everything that the work calls, then end."""
-    end_with_parent()
+    _end_with_parent()
     with os.fdopen(read) as hello, os.fdopen(write, "w") as answers:
 
         def tell(**values: Any) -> None:
@@ -136,6 +139,30 @@ def _activate(start: dict[str, Any], work: Work, tell: Any) -> tuple[Any, Any]:
         store.close()
 
     return runtime, close
+
+
+def _end_with_parent() -> None:
+    """A config in an endless loop must not outlive a job that was killed."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def device_lives() -> bool:
+    """Some errors stay: after an illegal address every later call of the process fails too."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+        return bool((torch.ones(2, device="cuda") + 1).sum().item() == 4)
+    except Exception:
+        return False
+
+
+def first_line(error: BaseException) -> str:
+    """Kind and first line of an error, for a message of one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]:.300}"
 
 
 if __name__ == "__main__":

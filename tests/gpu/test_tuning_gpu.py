@@ -24,8 +24,8 @@ if torch.cuda.is_available():
     from fla_safe.runtime import NoWorkingConfigError, RuntimeSettings, activate
     from fla_safe.runtime.artifacts.kept import keys_in_use, save_bundle
     from fla_safe.runtime.tuning.outside import OutsideTuning
+    from fla_safe.runtime.tuning.repeats import RepeatCheck
     from fla_safe.runtime.tuning.settle import WrongResultsError
-    from fla_safe.runtime.tuning.winners import RepeatCheck
 
 
 @dataclass
@@ -229,7 +229,7 @@ def test_a_bundle_spares_tuning_and_compiling_in_a_new_process(tmp_path: Path) -
 import sys, time, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
-from test_winners_gpu import *
+from test_tuning_gpu import *
 bundle = Path({str(tmp_path / "gdn_bundle.fsb")!r})
 runtime = activate(RuntimeSettings(guard="strict", guarded=("fla", "fla_safe"), judge=RepeatCheck(), isolate=True,
     cache_root=Path({str(tmp_path)!r}), bundle=bundle if bundle.exists() else None, agree=False))
