@@ -105,13 +105,20 @@ class _Terminator:
                 os.kill(command, signal.SIGTERM)
 
     def _commands(self) -> list[int]:
-        children = Path(f"/proc/{self._child}/task/{self._child}/children")
+        me = Path(f"/proc/{self._child}")
+        children = me / "task" / me.name / "children"
         if not self._exact or not children.exists():
             return [self._child]
+        # Children that are strace itself only try what the kernel can do, or have not become the command yet.
         deadline = time.monotonic() + _STRACE_STARTS_S
-        while not (found := children.read_text().split()) and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                strace = (me / "exe").readlink()
+                pids = children.read_text().split()
+                if found := [int(pid) for pid in pids if Path(f"/proc/{pid}/exe").readlink() != strace]:
+                    return found
             time.sleep(0.01)
-        return [int(pid) for pid in found]
+        return []
 
 
 def trace(
