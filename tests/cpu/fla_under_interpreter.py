@@ -2,6 +2,7 @@
 
 import os
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -115,6 +116,42 @@ def test_recomputation_leaves_the_states_to_the_backward_pass(reentrant: bool) -
     assert runs == ["intra", "states"] * 2
     for x, grad in zip(inputs, plain, strict=True):
         torch.testing.assert_close(x.grad, grad, rtol=0, atol=0)
+
+
+def test_intermediates_die_with_their_last_reader() -> None:
+    kernel = fla_chunk.load()
+    if kernel.parts is None:
+        return  # 0.4.2
+    made: dict[str, weakref.ref[torch.Tensor]] = {}
+    alive: dict[str, set[str]] = {}
+
+    def watched(name: str, results: tuple[str, ...]) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            alive[name] = {of for of, tensor in made.items() if tensor() is not None}
+            returned = getattr(kernel.parts, name)(*args, **kwargs)
+            pairs = zip(results, returned if isinstance(returned, tuple) else (returned,), strict=False)
+            made.update({of: weakref.ref(x) for of, x in pairs if x is not None})
+            return returned
+
+        return run
+
+    steps = {
+        "representation": ("w", "u"),
+        "states": ("h", "new_v"),
+        "grad_values": ("dv",),
+        "grad_states": ("dh", "", "du"),
+        "grad_inputs": ("dq", "dk", "dw"),
+        "grad_representation": ("dk2",),
+    }
+    parts = replace(kernel.parts, **{name: watched(name, results) for name, results in steps.items()})
+    backend = replace(KERNEL, gated_delta_rule=differentiable(replace(kernel, parts=parts)))
+    inputs = [x.requires_grad_() for x in rule_inputs(1, 66, (1, 2), (16, 16), dtype=torch.float32)]
+    out = ops.gated_delta_rule(*inputs, kernel=backend)
+    made.clear()
+    torch.autograd.grad(out.sum(), inputs)
+    assert alive["grad_states"] == {"w", "h", "new_v", "dv"}
+    assert alive["grad_inputs"] == {"h", "new_v", "dh", "du"}
+    assert alive["grad_representation"] == {"du", "dq", "dk", "dw"}
 
 
 def test_an_unknown_structure_is_refused() -> None:
