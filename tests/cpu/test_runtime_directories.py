@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fla_safe.runtime.artifacts import roots
+from fla_safe.runtime.artifacts import directories, roots
 from fla_safe.runtime.artifacts.directories import JobIdentity, RankDirectory, remove_stale
 from fla_safe.runtime.artifacts.roots import ArtifactSpaceError, UnsafeDirectoryError, choose_root, filesystem_type
 
@@ -299,6 +299,57 @@ def test_a_cleaner_between_two_steps_of_a_start_is_no_error(tmp_path, monkeypatc
     assert cleaned == [made.path.parent]
     assert made.path.is_dir()
     made.close()
+
+
+def test_a_cleaner_that_found_no_lock_spares_who_took_the_place_meanwhile(tmp_path, monkeypatch):
+    """Seen among jobs that start and end at once: its next step renamed and deleted a living owner's directory."""
+    identity, lock = JobIdentity("job", "host", "0"), directories._lock
+    first = RankDirectory.acquire(tmp_path, identity)
+    path, made = first.path, []
+    first.close()
+    (path / "lock").unlink()
+
+    def replaced(file, **options):
+        try:
+            return lock(file, **options)
+        except FileNotFoundError:
+            made.append(RankDirectory.acquire(tmp_path, identity))
+            raise
+
+    monkeypatch.setattr(directories, "_lock", replaced)
+    assert remove_stale(tmp_path, keep_job="another") == ()
+    (second,) = made
+    assert second.path == path
+    assert (path / "lock").exists()
+    second.close()
+
+
+@pytest.mark.parametrize("content", ["nothing", "a file", "a directory"])
+def test_a_directory_without_a_lock_goes(tmp_path, content):
+    made = RankDirectory.acquire(tmp_path, JobIdentity("job", "host", "0"))
+    made.close()
+    (made.path / "lock").unlink()
+    if content == "a file":
+        (made.path / "x").write_text("x")
+    elif content == "a directory":
+        (made.path / "group" / "inner").mkdir(parents=True)
+        (made.path / "group" / "x").write_text("x")
+    assert remove_stale(tmp_path, keep_job="another") == (made.path,)
+    assert not made.path.parent.exists()
+
+
+def test_half_a_directory_is_never_seen_under_its_name(tmp_path, monkeypatch):
+    """A cleaner would find it without its lock, and a restarted rank would adopt it."""
+    made, seen, delete = RankDirectory.acquire(tmp_path, ME), [], directories.shutil.rmtree
+
+    def watched(path, **options):
+        seen.append(made.path.exists())
+        delete(path, **options)
+
+    monkeypatch.setattr(directories.shutil, "rmtree", watched)
+    made.remove()
+    assert seen == [False]
+    assert not any((tmp_path / f"fla-safe-{os.geteuid()}").iterdir())
 
 
 BUSY = """

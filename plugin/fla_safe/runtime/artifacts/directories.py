@@ -151,7 +151,8 @@ class RankDirectory:
         if os.getpid() != self._owner:
             self.close()
             return
-        shutil.rmtree(self.path, ignore_errors=True)
+        if not _delete(self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
         self.close()
         with suppress(OSError):
             self.path.parent.rmdir()
@@ -179,7 +180,7 @@ def remove_stale(root: Path, *, keep_job: str) -> tuple[Path, ...]:
                 shutil.rmtree(job, ignore_errors=True)
             elif not name.startswith(".") and name != _plain(keep_job) and stat.S_ISDIR(found.st_mode):
                 for rank in sorted(job.iterdir()):
-                    if _sees_locks(root, rank) and _discard_dead(user, rank):
+                    if _sees_locks(root, rank) and _discard_dead(rank):
                         removed.append(rank)
                 job.rmdir()
     return tuple(removed)
@@ -207,26 +208,60 @@ def _sees_locks(root: Path, rank: Path) -> bool:
     )
 
 
-def _discard_dead(user: Path, path: Path) -> bool:
-    lock: int | None = None
+def _discard_dead(path: Path) -> bool:
     try:
         lock = _lock(path / "lock")
-        if lock is None or not _same(lock, path / "lock"):
-            return False
     except FileNotFoundError:
-        pass  # a directory gets its name with its lock inside, so one without a lock has no owner
+        return _empty_lockless(path)
     except (OSError, UnsafeDirectoryError):
         return False
-    # Renamed while the lock is held: a restarting rank must not adopt it halfway through the removal.
-    trash = user / f".trash-{uuid.uuid4().hex}"
+    if lock is None:
+        return False
+    try:
+        return _same(lock, path / "lock") and _delete(path)
+    finally:
+        os.close(lock)
+
+
+def _delete(path: Path) -> bool:
+    """Delete a rank's directory whose lock this process holds.
+
+    Renamed first, so that under its name there never is half a directory: others would adopt it, or find no lock in it,
+    take it for nobody's, and by then remove the one that a new owner put in its place.
+    """
+    trash = path.parent.parent / f".trash-{uuid.uuid4().hex}"
     try:
         os.rename(path, trash)
     except OSError:
         return False
-    finally:
-        if lock is not None:
-            os.close(lock)
     shutil.rmtree(trash, ignore_errors=True)
+    return True
+
+
+def _empty_lockless(path: Path) -> bool:
+    """Delete a directory without a lock: directories get their names with locks inside, so it has no owner.
+
+    A new owner may replace it at any time, by a rename that wants it empty: deleted is what lies in the directory that
+    was looked into, whatever has its name by now.
+    """
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        names = os.listdir(folder)
+        if "lock" in names:
+            return False
+        for name in names:
+            try:
+                os.unlink(name, dir_fd=folder)
+            except IsADirectoryError:
+                shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
+        path.rmdir()
+    except OSError:
+        return False
+    finally:
+        os.close(folder)
     return True
 
 
