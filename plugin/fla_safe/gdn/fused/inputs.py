@@ -57,13 +57,16 @@ def _head(
     CHAINS: tl.constexpr,
     LENGTH: tl.constexpr,
     UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     NORM: tl.constexpr,
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """One head's columns of `CHAINS * LENGTH` tokens; a chain walks its own, the last three rows in registers."""
+    """One head's columns of `CHAINS * LENGTH` tokens: a chain walks its own, the last three rows in registers.
+
+    Rows are loaded `AHEAD` of their use: a store may alias what follows it, so the compiler moves no load above one.
+    """
     cols = tl.arange(0, BD)
     w0 = tap(weight, 0, D, BD, W)
     w1 = tap(weight, 1, D, BD, W)
@@ -76,12 +79,20 @@ def _head(
     t = begin + tl.arange(0, CHAINS)[:, None] * LENGTH
     px = row_pointers(x, t, BD, X_STRIDE)
     po = row_pointers(out, t, BD, OUT_STRIDE)
-    x3 = load_rows(px - 3 * X_STRIDE, (t >= 3) & (t - 3 < total), D, BD, MASKED)
-    x2 = load_rows(px - 2 * X_STRIDE, (t >= 2) & (t - 2 < total), D, BD, MASKED)
-    x1 = load_rows(px - X_STRIDE, (t >= 1) & (t - 1 < total), D, BD, MASKED)
-    for _ in tl.range(0, LENGTH, num_stages=STAGES, loop_unroll_factor=UNROLL):
-        x0 = load_rows(px, t < total, D, BD, MASKED)
-        first = row_starts(starts, t, total, PACKED, MASKED)
+    x3 = load_rows(px - 3 * X_STRIDE, (t >= 3) & (t - 3 < total), D, BD, MASKED).to(tl.float32)
+    x2 = load_rows(px - 2 * X_STRIDE, (t >= 2) & (t - 2 < total), D, BD, MASKED).to(tl.float32)
+    x1 = load_rows(px - X_STRIDE, (t >= 1) & (t - 1 < total), D, BD, MASKED).to(tl.float32)
+    coming = ()
+    for j in tl.static_range(0, AHEAD):
+        row = load_rows(px + j * X_STRIDE, t + j < total, D, BD, MASKED)
+        coming = coming + ((row, row_starts(starts, t + j, total, PACKED, MASKED)),)
+    for i in tl.range(0, LENGTH, loop_unroll_factor=UNROLL):
+        last = t + AHEAD
+        row = load_rows(px + AHEAD * X_STRIDE, (i + AHEAD < LENGTH) & (last < total), D, BD, True)
+        coming = coming + ((row, row_starts(starts, last, total, PACKED, MASKED)),)
+        x0 = coming[0][0].to(tl.float32)
+        first = coming[0][1]
+        coming = coming[1:]
         y = _activate(x0, x1, x2, x3, t, first, w0, w1, w2, w3, b, eps, NORM, MASKED)
         store_rows(po, y, t < total, D, BD, MASKED)
         x3 = x2
@@ -159,7 +170,7 @@ def mixer_in_forward(
     CHAINS_K: tl.constexpr,
     CHAINS_V: tl.constexpr,
     UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     BY_KIND: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     L2NORM: tl.constexpr,
@@ -200,22 +211,22 @@ def mixer_in_forward(
             if interior:
                 _head(
                     x, weight, bias, starts, out, begin, total, eps, K, BK, X_STRIDE, H * K,
-                    W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, STAGES, L2NORM, PACKED, False, HAS_BIAS,
+                    W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, AHEAD, L2NORM, PACKED, False, HAS_BIAS,
                 )  # fmt: skip
             else:
                 _head(
                     x, weight, bias, starts, out, begin, total, eps, K, BK, X_STRIDE, H * K,
-                    W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, STAGES, L2NORM, PACKED, True, HAS_BIAS,
+                    W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, AHEAD, L2NORM, PACKED, True, HAS_BIAS,
                 )  # fmt: skip
         else:
             out = qkv + 2 * rows * (H * K) + row * (HV * V) + (slot - 2 * H) * V
             if interior:
                 _head(
                     x, weight, bias, starts, out, begin, total, eps, V, BV, X_STRIDE, HV * V,
-                    W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, STAGES, False, PACKED, False, HAS_BIAS,
+                    W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, AHEAD, False, PACKED, False, HAS_BIAS,
                 )  # fmt: skip
             else:
                 _head(
                     x, weight, bias, starts, out, begin, total, eps, V, BV, X_STRIDE, HV * V,
-                    W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, STAGES, False, PACKED, True, HAS_BIAS,
+                    W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, AHEAD, False, PACKED, True, HAS_BIAS,
                 )  # fmt: skip

@@ -24,24 +24,43 @@ __all__ = ["mixer_in_backward"]
 
 
 @triton.jit
-def _grad_rows(
+def _read_row(
+    px,
     d,
     d2,
+    starts,
+    t,
     keep,
+    total,
     has_d2,
     D: tl.constexpr,
     BD: tl.constexpr,
+    X_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     SECOND: tl.constexpr,
+    PACKED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Gradient of one head's rows: the sum over the `GROUP` heads that share it, and over both addends."""
-    total = load_rows(d, keep, D, BD, MASKED)
-    for j in tl.static_range(1, GROUP):
-        total += load_rows(d + j * D, keep, D, BD, MASKED)
+    """What row `t` needs and has not been read: its segment's start, input row `t - 3`, its gradient in parts."""
+    before = load_rows(px - 3 * X_STRIDE, keep & (t >= 3) & (t - 3 < total), D, BD, MASKED)
+    # Read ahead, the last rows of the first block are before all rows, and not used.
+    row = (row_starts(starts, tl.maximum(t, 0), total, PACKED, SEGMENTS), before)
+    inside = keep & (t < total)
+    for j in tl.static_range(0, GROUP):
+        row = row + (load_rows(d + j * D, inside, D, BD, MASKED),)
     if SECOND:
         for j in tl.static_range(0, GROUP):
-            total += load_rows(d2 + j * D, keep & has_d2, D, BD, True)
+            row = row + (load_rows(d2 + j * D, inside & has_d2, D, BD, True),)
+    return row
+
+
+@triton.jit
+def _grad_row(row, PARTS: tl.constexpr):
+    """Sum over the heads that share this one, and over both addends."""
+    total = row[2].to(tl.float32)
+    for j in tl.static_range(1, PARTS):
+        total += row[2 + j].to(tl.float32)
     return total
 
 
@@ -83,7 +102,7 @@ def _head(
     CHAINS: tl.constexpr,
     LENGTH: tl.constexpr,
     UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     NORM: tl.constexpr,
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
@@ -92,7 +111,8 @@ def _head(
     """One head's columns: each chain walks its tokens from the last to the first.
 
     The gradient of row t needs those before the SiLU of rows t to t + 3: the three later ones stay in registers, and
-    each chain first computes those of the rows that follow its last token.
+    each chain first computes those of the rows that follow its last token. Rows are read `AHEAD` of their use, as
+    in the forward kernel.
     """
     AFTER: tl.constexpr = 4  # three are needed; one more, and a loop unrolled by four has no remainder
     cols = tl.arange(0, BD)
@@ -110,9 +130,16 @@ def _head(
     q1 = row_pointers(d, t, BD, D_STRIDE)
     q2 = row_pointers(d2, t, BD, D_STRIDE)
     po = row_pointers(dx, t, BD, X_STRIDE)
-    x0 = load_rows(px, t < total, D, BD, MASKED)
-    x1 = load_rows(px - X_STRIDE, t - 1 < total, D, BD, MASKED)
-    x2 = load_rows(px - 2 * X_STRIDE, t - 2 < total, D, BD, MASKED)
+    x0 = load_rows(px, t < total, D, BD, MASKED).to(tl.float32)
+    x1 = load_rows(px - X_STRIDE, t - 1 < total, D, BD, MASKED).to(tl.float32)
+    x2 = load_rows(px - 2 * X_STRIDE, t - 2 < total, D, BD, MASKED).to(tl.float32)
+    coming = ()
+    for j in tl.static_range(0, AHEAD):
+        row = _read_row(
+            px - j * X_STRIDE, q1 - j * D_STRIDE, q2 - j * D_STRIDE, starts, t - j, True, total, has_d2,
+            D, BD, X_STRIDE, GROUP, SECOND, PACKED, MASKED, MASKED,
+        )  # fmt: skip
+        coming = coming + (row,)
     # Of the rows one, two and three later: gradients before the SiLU, and where their segments start.
     p1 = tl.zeros([CHAINS, BD], tl.float32)
     p2 = p1
@@ -125,11 +152,18 @@ def _head(
     dw2 = dw0
     dw3 = dw0
     db = dw0
-    for i in tl.range(0, LENGTH + AFTER, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    for i in tl.range(0, LENGTH + AFTER, loop_unroll_factor=UNROLL):
         own = i >= AFTER
-        f0 = row_starts(starts, t, total, PACKED, MASKED)
-        x3 = load_rows(px - 3 * X_STRIDE, (t >= 3) & (t - 3 < total), D, BD, MASKED)
-        dy = _grad_rows(q1, q2, t >= f0, has_d2, D, BD, GROUP, SECOND, MASKED)
+        row = _read_row(
+            px - AHEAD * X_STRIDE, q1 - AHEAD * D_STRIDE, q2 - AHEAD * D_STRIDE, starts, t - AHEAD,
+            i + AHEAD < LENGTH + AFTER, total, has_d2, D, BD, X_STRIDE, GROUP, SECOND, PACKED, MASKED, True,
+        )  # fmt: skip
+        coming = coming + (row,)
+        f0 = coming[0][0]
+        x3 = coming[0][1].to(tl.float32)
+        dy = _grad_row(coming[0], GROUP * (1 + SECOND))
+        coming = coming[1:]
+        dy = seen(dy, t, f0, 0, MASKED)
         s0 = seen(x0, t, f0, 0, MASKED)
         s1 = seen(x1, t, f0, 1, MASKED)
         s2 = seen(x2, t, f0, 2, MASKED)
@@ -207,7 +241,7 @@ def mixer_in_backward(
     CHAINS_K: tl.constexpr,
     CHAINS_V: tl.constexpr,
     UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     BY_KIND: tl.constexpr,
     GROUP: tl.constexpr,
     SECOND_K: tl.constexpr,
@@ -268,13 +302,13 @@ def mixer_in_backward(
             if interior:
                 _head(
                     x, weight, bias, starts, d, d2, dx, sums, begin, total, is_k, eps, C, K, BK, X_STRIDE,
-                    H * GROUP * K, GROUP, SECOND_K, W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, STAGES, L2NORM,
+                    H * GROUP * K, GROUP, SECOND_K, W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, AHEAD, L2NORM,
                     PACKED, False, HAS_BIAS,
                 )  # fmt: skip
             else:
                 _head(
                     x, weight, bias, starts, d, d2, dx, sums, begin, total, is_k, eps, C, K, BK, X_STRIDE,
-                    H * GROUP * K, GROUP, SECOND_K, W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, STAGES, L2NORM,
+                    H * GROUP * K, GROUP, SECOND_K, W, CHAINS_K, TOKENS // CHAINS_K, UNROLL, AHEAD, L2NORM,
                     PACKED, True, HAS_BIAS,
                 )  # fmt: skip
         else:
@@ -282,10 +316,10 @@ def mixer_in_backward(
             if interior:
                 _head(
                     x, weight, bias, starts, d, d, dx, sums, begin, total, False, eps, C, V, BV, X_STRIDE,
-                    HV * V, 1, False, W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, STAGES, False, PACKED, False, HAS_BIAS,
+                    HV * V, 1, False, W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, AHEAD, False, PACKED, False, HAS_BIAS,
                 )  # fmt: skip
             else:
                 _head(
                     x, weight, bias, starts, d, d, dx, sums, begin, total, False, eps, C, V, BV, X_STRIDE,
-                    HV * V, 1, False, W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, STAGES, False, PACKED, True, HAS_BIAS,
+                    HV * V, 1, False, W, CHAINS_V, TOKENS // CHAINS_V, UNROLL, AHEAD, False, PACKED, True, HAS_BIAS,
                 )  # fmt: skip

@@ -37,11 +37,11 @@ _IN_TOKENS: Final = 64
 _GRAD_TOKENS: Final = 128
 _OUT_ROWS: Final = 16
 _GRAD_OUT_STEPS: Final = 4
-# Rows of an iteration, and iterations whose loads are in flight (1: none ahead, in registers; else in shared memory).
+# Rows of an iteration, and rows that are loaded ahead.
 _IN_UNROLL: Final = 4
-_IN_STAGES: Final = 1
+_IN_AHEAD: Final = 2
 _GRAD_UNROLL: Final = 4
-_GRAD_STAGES: Final = 1
+_GRAD_AHEAD: Final = 1
 _BY_KIND: Final = False
 _SUM_ROWS: Final = 64
 _SUM_COLS: Final = 64
@@ -192,7 +192,7 @@ def run_in(proj: torch.Tensor, gates: Gates, shape: MixerShape, segments: Packed
         beta,
         total,
         UNROLL=_IN_UNROLL,
-        STAGES=_IN_STAGES,
+        AHEAD=_IN_AHEAD,
         BY_KIND=_BY_KIND,
         **_in_options(shape, _IN_TOKENS),
     )
@@ -291,7 +291,7 @@ def grad_in(
         CHUNK=grads.chunk,
         maxnreg=_GRAD_REGISTERS,
         UNROLL=_GRAD_UNROLL,
-        STAGES=_GRAD_STAGES,
+        AHEAD=_GRAD_AHEAD,
         BY_KIND=_BY_KIND,
         **_in_options(shape, _GRAD_TOKENS),
     )

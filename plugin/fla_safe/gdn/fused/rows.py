@@ -130,7 +130,7 @@ def row_pointers(base, t, BD: tl.constexpr, STRIDE: tl.constexpr):
 
 @triton.jit
 def load_rows(ptrs, keep, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of width `D` in float32, `[rows, BD]`; zeros where `keep` `[rows, 1]` is false, if `MASKED`."""
+    """Rows of width `D` as they are stored, `[rows, BD]`; zeros where `keep` `[rows, 1]` is false, if `MASKED`."""
     if D == BD:
         if MASKED:
             x = tl.load(ptrs, mask=keep, other=0.0)
@@ -141,7 +141,7 @@ def load_rows(ptrs, keep, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexp
         if MASKED:
             inside = inside & keep
         x = tl.load(ptrs, mask=inside, other=0.0)
-    return x.to(tl.float32)
+    return x
 
 
 @triton.jit
