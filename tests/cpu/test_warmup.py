@@ -134,37 +134,38 @@ def test_a_warm_up(gpu: Any, bundle: bool, tmp_path_factory_dir: str) -> None:
     assert not directory.exists()
 
 
+def _reach(model: Any, root: str, earlier: Any = None) -> Any:
+    """A strict job's steady state on short packed rows, checked by `_check_instead`."""
+    from fla_safe.megatron.warmup import Workload, reach_steady_state
+    from fla_safe.settings import Settings
+
+    settings = Settings(gdn_impl="fla_safe", guard="strict", cache_root=Path(root), tune_in_child=False)
+    workload, device = Workload(70, 1, True, torch.bfloat16), torch.device("cpu")
+    return reach_steady_state([model], settings, workload, lambda text: None, device=device, earlier=earlier)
+
+
 @isolated
 @pytest.mark.slow
 def test_a_second_model_with_other_heads_is_warmed_up_beside_the_first(gpu: Any, tmp_path: str) -> None:
     """A teacher's or reference model's layers; without it a strict job ends at their first call."""
     from fake_triton.fla import prepare
     from fla_safe.gdn.steady.rehearsal import packed_row
-    from fla_safe.megatron.warmup import Workload, reach_steady_state
     from fla_safe.runtime import LateCompileError, LateTuneError
-    from fla_safe.settings import Settings
 
     prepare()
     _check_instead(set())
-    settings = Settings(gdn_impl="fla_safe", guard="strict", cache_root=Path(tmp_path), tune_in_child=False)
     first, second = (torch.nn.ModuleList([_layer(heads)()]) for heads in (2, 4))
-
-    def reach(model: Any, earlier: Any = None) -> Any:
-        workload = Workload(70, 1, True, torch.bfloat16)
-        return reach_steady_state(
-            [model], settings, workload, lambda text: None, device=torch.device("cpu"), earlier=earlier
-        )
 
     def call(steady: Any, variant: Any) -> None:
         with steady.runtime.section:
             variant(variant.draw(33, 1, "cpu"), packed_row(33, 2, "cpu")).sum().backward()
 
-    steady = reach(first)
+    steady = _reach(first, tmp_path)
     (known,) = steady.variants
     other = replace(known, layout=second[0]._mixer_layout)
     with pytest.raises((LateTuneError, LateCompileError)):
         call(steady, other)
-    both = reach(second, steady)
+    both = _reach(second, tmp_path, steady)
     assert both.variants == (known, other)
     assert both.runtime is steady.runtime
     for variant in both.variants:
@@ -181,14 +182,10 @@ def test_a_file_that_a_backward_pass_opens_is_counted(gpu: Any, tmp_path: str) -
     from fake_triton.fla import prepare
     from fla_safe.gdn.fused import mixer
     from fla_safe.gdn.steady.rehearsal import packed_row
-    from fla_safe.megatron.warmup import Workload, reach_steady_state
-    from fla_safe.settings import Settings
 
     prepare()
     _check_instead(set())
-    settings = Settings(gdn_impl="fla_safe", guard="strict", cache_root=Path(tmp_path), tune_in_child=False)
-    model, workload = torch.nn.ModuleList([_layer()()]), Workload(70, 1, True, torch.bfloat16)
-    steady = reach_steady_state([model], settings, workload, lambda text: None, device=torch.device("cpu"))
+    steady = _reach(torch.nn.ModuleList([_layer()()]), tmp_path)
     stock = mixer.grad_in
 
     def grad_in(*args: Any) -> Any:

@@ -110,15 +110,15 @@ class _Terminator:
         if not self._exact or not children.exists():
             return [self._child]
         # Children that are strace itself only try what the kernel can do, or have not become the command yet.
-        deadline = time.monotonic() + _STRACE_STARTS_S
+        deadline, pids = time.monotonic() + _STRACE_STARTS_S, []
         while time.monotonic() < deadline:
             with suppress(OSError):
-                strace = (me / "exe").readlink()
                 pids = children.read_text().split()
+                strace = (me / "exe").readlink()
                 if found := [int(pid) for pid in pids if Path(f"/proc/{pid}/exe").readlink() != strace]:
                     return found
             time.sleep(0.01)
-        return []
+        return [int(pid) for pid in pids]
 
 
 def trace(

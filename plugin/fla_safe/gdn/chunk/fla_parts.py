@@ -103,7 +103,6 @@ class FlaParts:
         q, k, v, g, beta, A, *states = saved
         if states:
             w, h, new_v = states
-            del states
         else:
             w, u = self.representation(k=k, v=v, beta=beta, A=A, g=g, **packing)
             h, new_v, _ = self.states(k=k, w=w, u=u, g=g, **packing)
@@ -111,8 +110,9 @@ class FlaParts:
         dv = self.grad_values(q=q, k=k, g=g, do=do, scale=scale, **packing)
         dh, _, du = self.grad_states(q=q, k=k, w=w, g=g, do=do, dv=dv, scale=scale, **packing)
         del dv
-        # Asked for its shape and dtype alone, those of dw: no memory, where the most is in use.
-        w = w.new_empty(()).expand(w.shape)
+        if not states:
+            # Asked for its shape and dtype alone, those of dw: no memory, where the most is in use.
+            w = w.new_empty(()).expand(w.shape)
         dq, dk, dw, dg = self.grad_inputs(q=q, k=k, v=new_v, do=do, h=h, dh=dh, w=w, g=g, dv=du, scale=scale, **packing)
         del w, h, new_v, dh
         dk2, dv, dbeta, dg2 = self.grad_representation(k=k, v=v, beta=beta, A=A, dw=dw, du=du, g=g, **packing)

@@ -6,12 +6,11 @@
 import triton
 import triton.language as tl
 
+from fla_safe.gdn.fused.gates import gates_forward
 from fla_safe.gdn.fused.rows import (
     NOWHERE,
     columns_of_slot,
-    gate_columns,
     load_rows,
-    log1p,
     place,
     row_pointers,
     row_starts,
@@ -103,44 +102,6 @@ def _head(
         po += OUT_STRIDE
 
 
-@triton.jit
-def _gates(
-    x,
-    a_log,
-    dt_bias,
-    starts,
-    g,
-    beta,
-    begin,
-    total,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    X_STRIDE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BH: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PACKED: tl.constexpr,
-):
-    """g = -exp(A_log) softplus(a + dt_bias) and beta = sigmoid(b) of `TOKENS` tokens, all heads."""
-    heads = tl.arange(0, BH)
-    in_heads = heads < HV
-    column_b, column_a = gate_columns(heads, H, HV, K, V, INTERLEAVED)
-    rate = tl.exp(tl.load(a_log + heads, mask=in_heads, other=0.0).to(tl.float32))
-    shift = tl.load(dt_bias + heads, mask=in_heads, other=0.0).to(tl.float32)
-    t = begin + tl.arange(0, TOKENS)
-    valid = (t >= row_starts(starts, t, total, PACKED, True))[:, None] & in_heads[None, :]
-    row = x + (t.to(tl.int64) * X_STRIDE)[:, None]
-    a = tl.load(row + column_a[None, :], mask=valid, other=0.0).to(tl.float32) + shift[None, :]
-    b = tl.load(row + column_b[None, :], mask=valid, other=0.0).to(tl.float32)
-    decay = -rate[None, :] * (tl.maximum(a, 0.0) + log1p(tl.exp(-tl.abs(a))))
-    target = t.to(tl.int64)[:, None] * HV + heads[None, :]
-    inside = (t < total)[:, None] & in_heads[None, :]
-    tl.store(g + target, tl.where(valid, decay, 0.0), mask=inside)
-    tl.store(beta + target, tl.where(valid, sigmoid(b), 0.0).to(beta.dtype.element_ty), mask=inside)
-
-
 @triton.jit(
     do_not_specialize=["total"],
     do_not_specialize_on_alignment=["conv_weight", "conv_bias", "a_log", "dt_bias", "starts"],
@@ -191,7 +152,7 @@ def mixer_in_forward(
     x = proj + batch * P
     row = batch.to(tl.int64) * total
     if slot == 2 * H + HV:
-        _gates(
+        gates_forward(
             x, a_log, dt_bias, starts, g + row * HV, beta + row * HV, begin, total,
             H, HV, K, V, X_STRIDE, TOKENS, BH, INTERLEAVED, PACKED,
         )  # fmt: skip

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from fla_safe.gdn.fused.gates_grad import gates_backward
+from fla_safe.gdn.fused.gates import gates_backward
 from fla_safe.gdn.fused.rows import (
     NOWHERE,
     columns_of_slot,

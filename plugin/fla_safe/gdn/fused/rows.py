@@ -11,9 +11,7 @@ from fla_safe.gdn.segments import NO_SEGMENT
 __all__ = [
     "NOWHERE",
     "columns_of_slot",
-    "gate_columns",
     "load_rows",
-    "log1p",
     "place",
     "row_pointers",
     "row_starts",
@@ -76,19 +74,6 @@ def columns_of_slot(
             column = 2 * H * K + (slot - 2 * H) * V
         channel = column
     return column, channel
-
-
-@triton.jit
-def gate_columns(heads, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Columns of the raw beta and of the raw decay (`b`, `a`) of value heads `heads`."""
-    R: tl.constexpr = HV // H
-    if INTERLEAVED:
-        b = (heads // R) * (2 * K + 2 * R * V + 2 * R) + 2 * K + 2 * R * V + heads % R
-        a = b + R
-    else:
-        b = 2 * H * K + 2 * HV * V + heads
-        a = b + HV
-    return b, a
 
 
 @triton.jit
@@ -169,13 +154,6 @@ def tap(weight, AGO: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, W: tl.cons
     else:
         taps = tl.zeros([BD], tl.float32)
     return taps[None, :]
-
-
-@triton.jit
-def log1p(y):
-    """log(1 + y) for y in [0, 1], relative error below 2e-5 where log(1 + y) itself cancels."""
-    series = y * (1.0 - y * (0.5 - y * (0.33333333 - y * 0.25)))
-    return tl.where(y < 0.02, series, tl.log(1.0 + y))
 
 
 @triton.jit
