@@ -82,8 +82,8 @@ VARIANTS: dict[str, list[dict[str, int | None]]] = {
         {"_IN_TOKENS": 128},
         {"_WARPS": 8, "_IN_TOKENS": 128},
     ],
-    "out": [{}, {"_OUT_ROWS": 8}, {"_OUT_ROWS": 32}],
-    "grad out": [{}, {"_GRAD_OUT_STEPS": 2}, {"_GRAD_OUT_STEPS": 8}, {"_OUT_ROWS": 32, "_GRAD_OUT_STEPS": 2}],
+    "out": [{}],
+    "grad out": [{}],
     "grad in": [
         {},
         {"_GRAD_AHEAD": 2},
@@ -95,13 +95,8 @@ VARIANTS: dict[str, list[dict[str, int | None]]] = {
         {"_BY_KIND": True, "_GRAD_UNROLL": 1, "_GRAD_REGISTERS": 96},
         {"_BY_KIND": True, "_GRAD_TOKENS": 256},
     ],
-    "grad gate": [{}, {"_OUT_ROWS": 8}, {"_OUT_ROWS": 32}],
-    "sums": [
-        {},
-        {"_SUM_ROWS": 128},
-        {"_NORM_ROWS": 1024, "_NORM_COLS": 4},
-        {"_GRAD_TOKENS": 256, "_GRAD_OUT_STEPS": 8},
-    ],
+    "grad gate": [{}],
+    "sums": [{}],
 }
 
 

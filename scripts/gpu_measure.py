@@ -75,7 +75,11 @@ def measure_ceilings() -> Ceilings:
 
 
 def measure(ways: Mapping[str, Step], repeats: int, *, profiled: int = 3) -> dict[str, Measurement]:
-    """Measure all ways in turns, so that drift of clocks and temperature hits them alike."""
+    """Measure all ways in turns, so that drift of clocks and temperature hits them alike.
+
+    Args:
+        profiled: calls under the profiler, which counts kernels and their time; 0: neither, nor memory and syncs.
+    """
     results = {name: Measurement() for name in ways}
     walls: dict[str, list[float]] = {name: [] for name in ways}
     hosts: dict[str, list[float]] = {name: [] for name in ways}
@@ -94,9 +98,10 @@ def measure(ways: Mapping[str, Step], repeats: int, *, profiled: int = 3) -> dic
     for name, step in ways.items():
         result = results[name]
         result.wall, result.host = statistics.median(walls[name]), statistics.median(hosts[name])
-        result.peak = _peak(step)
-        result.syncs = _syncs(step)
-        _profile(step, profiled, result)
+        if profiled:
+            result.peak = _peak(step)
+            result.syncs = _syncs(step)
+            _profile(step, profiled, result)
     return results
 
 
