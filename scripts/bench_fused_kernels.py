@@ -75,25 +75,14 @@ class Kernels:
 
 
 VARIANTS: dict[str, list[dict[str, int | None]]] = {
-    "in": [
-        {},
-        *({"_IN_UNROLL": unroll, "_IN_AHEAD": ahead} for unroll, ahead in ((4, 1), (4, 4), (2, 2), (1, 1), (1, 2))),
-        {"_BY_KIND": True},
-        {"_IN_TOKENS": 128},
-        {"_WARPS": 8, "_IN_TOKENS": 128},
-    ],
+    "in": [{}, *({"_IN_AHEAD": ahead} for ahead in (2, 3, 6, 8)), {"_IN_UNROLL": 8, "_IN_AHEAD": 8}],
     "out": [{}],
     "grad out": [{}],
     "grad in": [
         {},
-        {"_GRAD_AHEAD": 2},
-        *({"_GRAD_UNROLL": unroll, "_GRAD_AHEAD": ahead} for unroll, ahead in ((2, 1), (1, 1), (1, 2))),
-        {"_GRAD_AHEAD": 2, "_GRAD_REGISTERS": 168},
-        {"_BY_KIND": True},
-        {"_BY_KIND": True, "_GRAD_UNROLL": 2},
-        {"_BY_KIND": True, "_GRAD_UNROLL": 1},
-        {"_BY_KIND": True, "_GRAD_UNROLL": 1, "_GRAD_REGISTERS": 96},
-        {"_BY_KIND": True, "_GRAD_TOKENS": 256},
+        *({"_GRAD_UNROLL": unroll, "_GRAD_AHEAD": ahead} for unroll, ahead in ((1, 1), (2, 2), (4, 0), (4, 1), (4, 2))),
+        {"_GRAD_UNROLL": 4, "_GRAD_REGISTERS": 168},
+        {"_GRAD_UNROLL": 4, "_GRAD_AHEAD": 2, "_GRAD_REGISTERS": 168},
     ],
     "grad gate": [{}],
     "sums": [{}],

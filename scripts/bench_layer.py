@@ -324,7 +324,7 @@ def main(
     tp: Annotated[list[int] | None, typer.Option(help="Tensor parallel sizes.")] = None,
     scope: Annotated[list[str] | None, typer.Option(help="mixer, recompute, layer.")] = None,
     repeats: Annotated[int, typer.Option(help="Timed calls of each way.")] = 15,
-    variants: Annotated[bool, typer.Option(help="Also time the composed mixer, and ours with its inputs kept.")] = False,
+    variants: Annotated[bool, typer.Option(help="Also the composed mixer, and ours with its inputs kept.")] = False,
     table: Annotated[Path | None, typer.Option(help="Decision table to start from and to write back.")] = None,
 ) -> None:
     """Measure and print; see the top of this file."""

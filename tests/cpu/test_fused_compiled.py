@@ -1,5 +1,6 @@
-"""What the interpreter cannot show: the fused kernels compile for Hopper, into as many registers as they may have."""
+"""What the interpreter cannot show: the fused kernels compile for Hopper, to what they say, into few registers."""
 
+import ast
 import re
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from fake_triton.isolated import isolated
+from fla_safe.gdn import fused
 
 SPILLED = 16
 """Bytes a thread that a kernel may put on the stack: in masked blocks, which are few (docs/performance.md)."""
@@ -67,3 +69,38 @@ def test_the_fused_kernels_compile_for_hopper_without_spilling(
         used = _resources(compiled, Path(tmp_path))
         assert used["REG"] <= launch._GRAD_REGISTERS, (kernel.fn.__name__, used)
         assert used["STACK"] + used["LOCAL"] <= SPILLED, (kernel.fn.__name__, used)
+
+
+def _assigned(nodes: Any) -> set[str]:
+    return {
+        name.id
+        for node in nodes
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    }
+
+
+def _aliases_that_a_loop_changes(source: str) -> list[str]:
+    """Assignments `a = b` of a kernel before a loop that assigns both: Triton may then not carry `a`."""
+    found = []
+    for kernel in ast.walk(ast.parse(source)):
+        if not isinstance(kernel, ast.FunctionDef):
+            continue
+        aliases: list[tuple[str, str]] = []
+        for statement in kernel.body:
+            match statement:
+                case ast.Assign([ast.Name(a)], ast.Name(b)):
+                    aliases.append((a, b))
+                case ast.For(body=body) | ast.While(body=body):
+                    changed = _assigned(body)
+                    found += [f"{kernel.name}: {a} = {b}" for a, b in aliases if {a, b} <= changed]
+    return found
+
+
+def test_no_loop_variable_begins_as_anothers_alias() -> None:
+    """The interpreter runs it as Python does; compiled, `p2` was zero for ever (scripts/upstream/triton_aliased...)."""
+    shift = "def f(x):\n  p1 = zeros()\n  p2 = {}\n  for i in range(9):\n    p2 = p1\n    p1 = load(x + i)"
+    assert _aliases_that_a_loop_changes(shift.format("p1")) == ["f: p2 = p1"]
+    assert _aliases_that_a_loop_changes(shift.format("zeros()")) == []
+    for file in Path(str(fused.__file__)).parent.glob("*.py"):
+        assert _aliases_that_a_loop_changes(file.read_text()) == [], file.name

@@ -78,14 +78,6 @@ def test_programs_inside_a_segment_match_the_oracle(offsets: list[int] | None) -
 
 @interpreted
 @pytest.mark.usefixtures("poisoned_memory")
-def test_programs_ordered_by_kind_match_the_oracle() -> None:
-    segments = PackedSegments.prepare(torch.tensor([0, 7, 33]), 70)
-    assert_close(*both(("interleaved", 2, 4, 8, 8), 70, 2, tokens=32, launched={"_BY_KIND": True}))
-    assert_close(*both(("sectioned", 1, 3, 8, 8), 70, segments=segments, tokens=32, launched={"_BY_KIND": True}))
-
-
-@interpreted
-@pytest.mark.usefixtures("poisoned_memory")
 def test_the_launch_configuration_in_use_matches_the_oracle() -> None:
     segments = PackedSegments.prepare(torch.tensor([0, 129]), 131)
     assert_close(*both(SMALL, 131, segments=segments))

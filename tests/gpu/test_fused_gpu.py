@@ -136,9 +136,8 @@ def test_resolved_on_cuda_it_is_the_fused_one_and_never_waits_for_the_gpu() -> N
 @pytest.mark.parametrize(
     "launched",
     [
-        pytest.param({"_IN_AHEAD": 4, "_GRAD_AHEAD": 2}, id="further-ahead"),
+        pytest.param({"_GRAD_UNROLL": 4, "_GRAD_AHEAD": 2}, id="further-ahead"),
         pytest.param({"_IN_UNROLL": 1, "_GRAD_UNROLL": 1}, id="not-unrolled"),
-        pytest.param({"_BY_KIND": True}, id="by-kind"),
     ],
 )
 def test_every_way_to_launch_matches_the_oracle(launched: dict[str, Any]) -> None:

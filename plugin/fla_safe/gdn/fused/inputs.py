@@ -132,7 +132,6 @@ def mixer_in_forward(
     CHAINS_V: tl.constexpr,
     UNROLL: tl.constexpr,
     AHEAD: tl.constexpr,
-    BY_KIND: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     L2NORM: tl.constexpr,
     PACKED: tl.constexpr,
@@ -146,7 +145,7 @@ def mixer_in_forward(
     """
     P: tl.constexpr = 2 * H * K + 2 * HV * V + 2 * HV
     X_STRIDE: tl.constexpr = BATCH * P
-    slot, block = place(tl.program_id(0), tl.cdiv(total, TOKENS), H, HV, BY_KIND)
+    slot, block = place(tl.program_id(0), H, HV)
     begin = block * TOKENS
     batch = tl.program_id(1)
     x = proj + batch * P

@@ -39,10 +39,9 @@ _OUT_ROWS: Final = 16
 _GRAD_OUT_STEPS: Final = 4
 # Rows of an iteration, and rows that are loaded ahead.
 _IN_UNROLL: Final = 4
-_IN_AHEAD: Final = 2
-_GRAD_UNROLL: Final = 4
+_IN_AHEAD: Final = 4
+_GRAD_UNROLL: Final = 2
 _GRAD_AHEAD: Final = 1
-_BY_KIND: Final = False
 _SUM_ROWS: Final = 64
 _SUM_COLS: Final = 64
 _NORM_ROWS: Final = 512
@@ -193,7 +192,6 @@ def run_in(proj: torch.Tensor, gates: Gates, shape: MixerShape, segments: Packed
         total,
         UNROLL=_IN_UNROLL,
         AHEAD=_IN_AHEAD,
-        BY_KIND=_BY_KIND,
         **_in_options(shape, _IN_TOKENS),
     )
     size, strides = (batch, total, H, K), (total * H * K, H * K, K, 1)
@@ -292,7 +290,6 @@ def grad_in(
         maxnreg=_GRAD_REGISTERS,
         UNROLL=_GRAD_UNROLL,
         AHEAD=_GRAD_AHEAD,
-        BY_KIND=_BY_KIND,
         **_in_options(shape, _GRAD_TOKENS),
     )
     return sums

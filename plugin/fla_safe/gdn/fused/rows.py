@@ -29,26 +29,10 @@ NOWHERE = tl.constexpr(NO_SEGMENT)
 
 
 @triton.jit
-def place(pid, blocks, H: tl.constexpr, HV: tl.constexpr, BY_KIND: tl.constexpr):
-    """Slot and block of rows of program `pid`: H q heads, H k heads, HV v heads and the gates, of each block.
-
-    All slots of a block together; or, `BY_KIND`, first the gates of all blocks, which take longest, then q and k, then
-    v, so that programs that run side by side run the same code.
-    """
-    if BY_KIND:
-        if pid < blocks:
-            slot = 2 * H + HV
-            block = pid
-        elif pid < blocks * (2 * H + 1):
-            slot = (pid - blocks) % (2 * H)
-            block = (pid - blocks) // (2 * H)
-        else:
-            slot = 2 * H + (pid - blocks * (2 * H + 1)) % HV
-            block = (pid - blocks * (2 * H + 1)) // HV
-    else:
-        slot = pid % (2 * H + HV + 1)
-        block = pid // (2 * H + HV + 1)
-    return slot, block
+def place(pid, H: tl.constexpr, HV: tl.constexpr):
+    """Slot and block of rows of program `pid`: H q heads, H k heads, HV v heads and the gates, of each block."""
+    slots: tl.constexpr = 2 * H + HV + 1
+    return pid % slots, pid // slots
 
 
 @triton.jit
