@@ -82,17 +82,24 @@ def test_around_flas_kernels(dtype: torch.dtype, tolerance: float, keep_inputs: 
     assert_close(ours, oracle, tolerance)
 
 
-def run_backward(
-    rows: int, segments: "PackedSegments | None", mixer: Callable[..., torch.Tensor]
-) -> list[torch.Tensor]:
+def draw_leaves(rows: int) -> dict[str, torch.Tensor]:
     layout = ProjectionLayout(*SHARD)
     draw = torch.Generator(device="cuda").manual_seed(0)
     leaves = {"proj": torch.randn(rows, 1, layout.proj_dim, generator=draw, device="cuda").bfloat16()}
     leaves |= {name: x.to("cuda", torch.bfloat16) for name, x in parameters(layout).items() if x is not None}
-    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
-    out = mixer(**leaves, layout=layout, norm_eps=1e-5, segments=segments)
+    return {name: x.requires_grad_() for name, x in leaves.items()}
+
+
+def backward(
+    leaves: dict[str, torch.Tensor], segments: PackedSegments, mixer: Callable[..., torch.Tensor]
+) -> list[torch.Tensor]:
+    out = mixer(**leaves, layout=ProjectionLayout(*SHARD), norm_eps=1e-5, segments=segments)
     out.backward(torch.ones_like(out))  # reentrant checkpoints know no `torch.autograd.grad`
     return [out, *(leaf.grad for leaf in leaves.values())]
+
+
+def run_backward(rows: int, segments: PackedSegments, mixer: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    return backward(draw_leaves(rows), segments, mixer)
 
 
 @pytest.mark.usefixtures("tuned_in_threads")
@@ -123,11 +130,12 @@ def test_resolved_on_cuda_it_is_the_fused_one_and_never_waits_for_the_gpu() -> N
     segments = packed([900, 600])
     mixer = resolve("fla", "cuda").mixer
     assert isinstance(mixer, FusedMixer)
-    run_backward(1500, segments, mixer)
+    leaves = draw_leaves(1500)
+    backward(leaves, segments, mixer)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run_backward(1500, segments, mixer)
+        backward(leaves, segments, mixer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
