@@ -176,3 +176,20 @@ def test_kernels_that_are_not_ours_compile_what_they_need_after_the_freeze(gpu: 
     binary = plain[(1,)](_floats(64), _floats(64), 64, BLOCK=64)
     assert any(binary.src.attrs.values()), "it does not assume the alignment that it has"
     assert runtime.counters()["served_general"] == runtime.counters()["late_compiles"] == 0
+
+
+@isolated
+def test_a_kernel_without_its_python_function_loads(gpu: Any) -> None:
+    """As Inductor's kernels are when torch.compile loads them: it has sent them through a pickle."""
+    from fake_triton.kernels import scaled
+
+    runtime = _runtime()
+    with runtime.warmup():
+        scaled[(1,)](_floats(64), _floats(64), 64, 2, BLOCK=64)
+    (binary,) = next(iter(scaled.device_caches.values()))[0].values()
+    function, scaled.fn, binary.module = scaled.fn, None, None
+    try:
+        binary._init_handles()
+    finally:
+        scaled.fn = function
+    assert binary.module is not None

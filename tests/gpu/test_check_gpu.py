@@ -18,7 +18,10 @@ pytestmark = [
 ]
 
 if torch.cuda.is_available():
-    from checked_layers import HIDDEN, LAYOUTS, Model
+    try:
+        from checked_layers import HIDDEN, LAYOUTS, Model
+    except Exception as error:  # TransformerEngine and Megatron fail to import in many ways
+        pytest.skip(f"needs Megatron's layers: {type(error).__name__}: {error}", allow_module_level=True)
     from fla_safe.diagnosis import call as watching
     from fla_safe.diagnosis.finding import NonFiniteError
     from fla_safe.diagnosis.record import PARAMETERS, Record, read

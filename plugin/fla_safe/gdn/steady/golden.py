@@ -28,6 +28,10 @@ TAIL: Final = 9
 ROWS: Final = 130
 TOLERANCES: Final = {torch.bfloat16: 1e-2, torch.float16: 5e-3, torch.float32: 3e-3, torch.float64: 1e-9}
 """Largest relative error of a whole tensor by activation dtype (float32: FLA's products round to tf32)."""
+_DECAY: Final = ("gradient of A_log", "gradient of dt_bias")
+_DECAY_TOLERANCE: Final = 4e-2
+"""Theirs in float32. FLA's kernels take the decay's gradient from a difference of larger sums, which leaves few digits
+of tf32 products: 1.5e-2 was seen (FLA 0.6.0, Triton 3.8.0, H200, 2026-12-01)."""
 _CONDITION: Final = 4.0
 """A badly conditioned result may err this much more than plain torch does in the same dtype."""
 
@@ -117,10 +121,12 @@ class GoldenCheck:
         """Results in float64, and the largest error allowed for each."""
         kernel = resolve("torch", self.device)
         exact = self._run(wide=True, kernel=kernel)
-        tolerance = TOLERANCES[self.variant.dtype]
+        tolerances = dict.fromkeys(exact, TOLERANCES[self.variant.dtype])
+        if self.variant.dtype == torch.float32:
+            tolerances |= dict.fromkeys(_DECAY, _DECAY_TOLERANCE)
         with _rounded_like_kernels():
             plain = self._run(kernel=kernel)
-        return exact, {n: max(tolerance, _CONDITION * _relative(plain[n], exact[n])) for n in exact}
+        return exact, {n: max(tolerances[n], _CONDITION * _relative(plain[n], exact[n])) for n in exact}
 
     def _compare(self, ours: _Results, errors: dict[str, float], limits: dict[str, float]) -> None:
         exact, allowed = self._reference

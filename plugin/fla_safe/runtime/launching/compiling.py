@@ -66,7 +66,9 @@ class Compiling:
 
     def _store_scope(self, jit: Any) -> AbstractContextManager[None]:
         """Where artifacts of this kernel are kept: in the rank's store, if there is one and the kernel is ours."""
-        return triton_cache.scope() if jit is not None and self.answers_for(_name(jit)) else nullcontext()
+        # Inductor takes the Python function from its kernels before they are loaded (`prepare_for_pickle`).
+        named = jit is not None and jit.fn is not None
+        return triton_cache.scope() if named and self.answers_for(_name(jit)) else nullcontext()
 
     def _compile(
         self,
