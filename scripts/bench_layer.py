@@ -34,12 +34,10 @@ from fla_safe.installed import installed
 from fla_safe.runtime import RuntimeSettings, activate
 from fla_safe.runtime.tuning.decisions import DecisionTable
 from gpu_measure import Ceilings, Measurement, measure, measure_ceilings
+from layer_report import plot, print_kernels, print_results
 
 HIDDEN, KEY_HEADS, VALUE_HEADS, HEAD_DIM, WINDOW = 2048, 16, 32, 128, 4
 """Qwen3.5-35B-A3B."""
-
-OURS = ("mixer_in_", "mixer_out_", "gate_backward", "add_sums")
-"""Names of the kernels around the chunk kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,68 +250,22 @@ def run_case(
             ours[scope] = measure(steps[scope], repeats)
     after = {scope: measure(stocks[scope], repeats, profiled=0)["stock"] for scope in scopes}
     for scope in scopes:
-        drift = after[scope].wall / before[scope].wall - 1
-        stock = before[scope]
-        stock.wall, stock.host = min(stock.wall, after[scope].wall), min(stock.host, after[scope].host)
+        stock, drift = before[scope], after[scope].wall / before[scope].wall - 1
+        for timed in ("wall", "in_a_row", "host"):
+            setattr(stock, timed, min(getattr(stock, timed), getattr(after[scope], timed)))
         results = {"stock": stock, **ours[scope]}
         floor = floors["around"] + floors["chunk"] + (floors["projections"] if scope == "layer" else 0.0)
         print(
             f"\n{case}: {scope}, forward + backward; floor {floor:.2f} ms; chunk kernels alone {chunks} ms; "
             f"stock afterwards {drift:+.1%} of before (the faster one counts)"
         )
-        print(
-            f"{'':26}{'wall':>8}{'host':>8}{'busy':>8}{'kernels':>9}{'syncs':>7}{'peak MiB':>10}{'ours':>8}{'rest':>8}"
-        )
+        busy = {name: chunks["FlashQLA" if "FlashQLA" in name else "FLA"] for name in results}
+        print_results(results, busy, floor)
         for name, m in results.items():
-            chunk = chunks["FlashQLA" if "FlashQLA" in name else "FLA"]
-            around = sum(ms for kernel, ms in m.by_kernel.items() if kernel.startswith(OURS))
-            print(
-                f"{name:26}{m.wall:8.3f}{m.host:8.3f}{m.busy:8.3f}{m.kernels:9.0f}{m.syncs:7d}{m.peak:10.0f}"
-                f"{around:8.3f}{m.busy - chunk:8.3f}"
-            )
-            if name != "stock":
-                print(
-                    f"  stock / this: wall {stock.wall / m.wall:.2f}, host {stock.host / m.host:.2f}, busy "
-                    f"{stock.busy / m.busy:.2f}; peak {m.peak / stock.peak:.2f} of stock; wall / busy "
-                    f"{m.wall / m.busy:.2f}; busy / floor {m.busy / floor:.2f}"
-                )
             record = {**dataclasses.asdict(case), "scope": scope, "way": name, **dataclasses.asdict(m)}
-            records.append(record | {"chunk_busy": chunk, "floor": floor, "floors": floors})
-        _print_kernels(results)
+            records.append(record | {"chunk_busy": busy[name], "floor": floor, "floors": floors})
+        print_kernels(results)
     return records
-
-
-def _print_kernels(results: dict[str, Measurement]) -> None:
-    for name, m in results.items():
-        if name.startswith("fused"):
-            print(f"  kernels of '{name}' (ms): ", end="")
-            top = sorted(m.by_kernel.items(), key=lambda item: -item[1])[:18]
-            print(", ".join(f"{kernel[:40]} {ms:.3f}" for kernel, ms in top))
-
-
-def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """Bars of wall time a way and case, with the floor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    chosen = [r for r in records if r["scope"] == "mixer" and r["tp"] == 2 and not r["way"].startswith("composed")]
-    cases = sorted({(r["rows"], r["segments"]) for r in chosen})
-    names = list(dict.fromkeys(r["way"] for r in chosen))
-    figure, axes = plt.subplots(figsize=(8, 4))
-    for i, name in enumerate(names):
-        walls = [next(r["wall"] for r in chosen if (r["rows"], r["segments"]) == c and r["way"] == name) for c in cases]
-        axes.bar([x + i * 0.8 / len(names) for x in range(len(cases))], walls, 0.8 / len(names), label=name)
-    for x, c in enumerate(cases):
-        low = next(r["floor"] for r in chosen if (r["rows"], r["segments"]) == c)
-        axes.hlines(low, x - 0.4 / len(names), x + 0.8, colors="black", linestyles="dotted")
-    axes.set_xticks([x + 0.3 for x in range(len(cases))], [f"T {rows}\n{n} sequences" for rows, n in cases])
-    axes.set_ylabel("ms, forward + backward")
-    axes.set_title("GDN mixer, TP2 shard of Qwen3.5-35B-A3B (dotted: floor)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
 
 
 def main(
