@@ -91,14 +91,14 @@ def draw_leaves(rows: int) -> dict[str, torch.Tensor]:
 
 
 def backward(
-    leaves: dict[str, torch.Tensor], segments: PackedSegments, mixer: Callable[..., torch.Tensor]
+    leaves: dict[str, torch.Tensor], segments: "PackedSegments", mixer: Callable[..., torch.Tensor]
 ) -> list[torch.Tensor]:
     out = mixer(**leaves, layout=ProjectionLayout(*SHARD), norm_eps=1e-5, segments=segments)
     out.backward(torch.ones_like(out))  # reentrant checkpoints know no `torch.autograd.grad`
     return [out, *(leaf.grad for leaf in leaves.values())]
 
 
-def run_backward(rows: int, segments: PackedSegments, mixer: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+def run_backward(rows: int, segments: "PackedSegments", mixer: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     return backward(draw_leaves(rows), segments, mixer)
 
 
