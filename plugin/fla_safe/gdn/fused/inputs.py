@@ -85,9 +85,9 @@ def _head(
     for j in tl.static_range(0, AHEAD):
         row = load_rows(px + j * X_STRIDE, t + j < total, D, BD, MASKED)
         coming = coming + ((row, row_starts(starts, t + j, total, PACKED, MASKED)),)
-    for i in tl.range(0, LENGTH, loop_unroll_factor=UNROLL):
+    for _ in tl.range(0, LENGTH, loop_unroll_factor=UNROLL):
         last = t + AHEAD
-        row = load_rows(px + AHEAD * X_STRIDE, (i + AHEAD < LENGTH) & (last < total), D, BD, True)
+        row = load_rows(px + AHEAD * X_STRIDE, last < total, D, BD, MASKED)
         coming = coming + ((row, row_starts(starts, last, total, PACKED, MASKED)),)
         x0 = coming[0][0].to(tl.float32)
         first = coming[0][1]
@@ -160,8 +160,8 @@ def mixer_in_forward(
         x += column
         weight = conv_weight + channel * W
         bias = conv_bias + channel
-        # All rows that this block touches lie in one segment (they mostly do): no masks at all.
-        interior = (begin >= 3) & (begin + TOKENS <= total)
+        # All rows that this block uses lie in one segment, none that it reads past the last: no masks at all.
+        interior = (begin >= 3) & (begin + TOKENS + AHEAD <= total)
         if PACKED:
             last = tl.load(starts + begin + TOKENS - 1, mask=begin + TOKENS <= total, other=NOWHERE)
             interior = interior & (last <= begin - 3)

@@ -30,7 +30,6 @@ def _read_row(
     d2,
     starts,
     t,
-    keep,
     total,
     has_d2,
     D: tl.constexpr,
@@ -39,14 +38,13 @@ def _read_row(
     GROUP: tl.constexpr,
     SECOND: tl.constexpr,
     PACKED: tl.constexpr,
-    SEGMENTS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """What row `t` needs and has not been read: its segment's start, input row `t - 3`, its gradient in parts."""
-    before = load_rows(px - 3 * X_STRIDE, keep & (t >= 3) & (t - 3 < total), D, BD, MASKED)
+    before = load_rows(px - 3 * X_STRIDE, (t >= 3) & (t - 3 < total), D, BD, MASKED)
     # Read ahead, the last rows of the first block are before all rows, and not used.
-    row = (row_starts(starts, tl.maximum(t, 0), total, PACKED, SEGMENTS), before)
-    inside = keep & (t < total)
+    row = (row_starts(starts, tl.maximum(t, 0), total, PACKED, MASKED), before)
+    inside = (t >= 0) & (t < total)
     for j in tl.static_range(0, GROUP):
         row = row + (load_rows(d + j * D, inside, D, BD, MASKED),)
     if SECOND:
@@ -75,6 +73,34 @@ def _grad_pre(x0, x1, x2, x3, d, w0, w1, w2, w3, bias, eps, NORM: tl.constexpr):
         dot = tl.sum(y * d, axis=1, keep_dims=True)
         d = r * d - y * (r * r * r * dot)
     return d * (s + y * (1.0 - s))
+
+
+@triton.jit
+def _row_grad(
+    row,
+    x0,
+    x1,
+    x2,
+    t,
+    w0,
+    w1,
+    w2,
+    w3,
+    bias,
+    eps,
+    PARTS: tl.constexpr,
+    NORM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Of row `t`: its gradient before the SiLU, its inputs in its own segment, and input row `t - 3` as it is."""
+    first = row[0]
+    x3 = row[1].to(tl.float32)
+    dy = seen(_grad_row(row, PARTS), t, first, 0, MASKED)
+    s0 = seen(x0, t, first, 0, MASKED)
+    s1 = seen(x1, t, first, 1, MASKED)
+    s2 = seen(x2, t, first, 2, MASKED)
+    s3 = seen(x3, t, first, 3, MASKED)
+    return _grad_pre(s0, s1, s2, s3, dy, w0, w1, w2, w3, bias, eps, NORM), s0, s1, s2, s3, x3
 
 
 @triton.jit
@@ -114,7 +140,8 @@ def _head(
     each chain first computes those of the rows that follow its last token. Rows are read `AHEAD` of their use, as
     in the forward kernel.
     """
-    AFTER: tl.constexpr = 4  # three are needed; one more, and a loop unrolled by four has no remainder
+    AFTER: tl.constexpr = 3
+    PARTS: tl.constexpr = GROUP * (1 + SECOND)
     cols = tl.arange(0, BD)
     w0 = tap(weight, 0, D, BD, W)
     w1 = tap(weight, 1, D, BD, W)
@@ -129,15 +156,15 @@ def _head(
     px = row_pointers(x, t, BD, X_STRIDE)
     q1 = row_pointers(d, t, BD, D_STRIDE)
     q2 = row_pointers(d2, t, BD, D_STRIDE)
-    po = row_pointers(dx, t, BD, X_STRIDE)
+    po = row_pointers(dx, t - AFTER, BD, X_STRIDE)
     x0 = load_rows(px, t < total, D, BD, MASKED).to(tl.float32)
     x1 = load_rows(px - X_STRIDE, t - 1 < total, D, BD, MASKED).to(tl.float32)
     x2 = load_rows(px - 2 * X_STRIDE, t - 2 < total, D, BD, MASKED).to(tl.float32)
     coming = ()
     for j in tl.static_range(0, AHEAD):
         row = _read_row(
-            px - j * X_STRIDE, q1 - j * D_STRIDE, q2 - j * D_STRIDE, starts, t - j, True, total, has_d2,
-            D, BD, X_STRIDE, GROUP, SECOND, PACKED, MASKED, MASKED,
+            px - j * X_STRIDE, q1 - j * D_STRIDE, q2 - j * D_STRIDE, starts, t - j, total, has_d2,
+            D, BD, X_STRIDE, GROUP, SECOND, PACKED, MASKED,
         )  # fmt: skip
         coming = coming + (row,)
     # Of the rows one, two and three later: gradients before the SiLU, and where their segments start.
@@ -149,38 +176,51 @@ def _head(
     f1 = t * 0
     f2 = t * 0
     f3 = t * 0
+    for _ in tl.range(0, AFTER, loop_unroll_factor=1):
+        row = _read_row(
+            px - AHEAD * X_STRIDE, q1 - AHEAD * D_STRIDE, q2 - AHEAD * D_STRIDE, starts, t - AHEAD, total, has_d2,
+            D, BD, X_STRIDE, GROUP, SECOND, PACKED, MASKED,
+        )  # fmt: skip
+        coming = coming + (row,)
+        p0, _s0, _s1, _s2, _s3, x3 = _row_grad(coming[0], x0, x1, x2, t, w0, w1, w2, w3, b, eps, PARTS, NORM, MASKED)
+        f0 = coming[0][0]
+        coming = coming[1:]
+        p3 = p2
+        p2 = p1
+        p1 = p0
+        f3 = f2
+        f2 = f1
+        f1 = f0
+        x0 = x1
+        x1 = x2
+        x2 = x3
+        t -= 1
+        px -= X_STRIDE
+        q1 -= D_STRIDE
+        q2 -= D_STRIDE
     dw0 = tl.zeros([CHAINS, BD], tl.float32)
     dw1 = tl.zeros([CHAINS, BD], tl.float32)
     dw2 = tl.zeros([CHAINS, BD], tl.float32)
     dw3 = tl.zeros([CHAINS, BD], tl.float32)
     db = tl.zeros([CHAINS, BD], tl.float32)
-    for i in tl.range(0, LENGTH + AFTER, loop_unroll_factor=UNROLL):
-        own = i >= AFTER
+    for _ in tl.range(0, LENGTH, loop_unroll_factor=UNROLL):
         row = _read_row(
-            px - AHEAD * X_STRIDE, q1 - AHEAD * D_STRIDE, q2 - AHEAD * D_STRIDE, starts, t - AHEAD,
-            i + AHEAD < LENGTH + AFTER, total, has_d2, D, BD, X_STRIDE, GROUP, SECOND, PACKED, MASKED, True,
+            px - AHEAD * X_STRIDE, q1 - AHEAD * D_STRIDE, q2 - AHEAD * D_STRIDE, starts, t - AHEAD, total, has_d2,
+            D, BD, X_STRIDE, GROUP, SECOND, PACKED, MASKED,
         )  # fmt: skip
         coming = coming + (row,)
+        p0, s0, s1, s2, s3, x3 = _row_grad(coming[0], x0, x1, x2, t, w0, w1, w2, w3, b, eps, PARTS, NORM, MASKED)
         f0 = coming[0][0]
-        x3 = coming[0][1].to(tl.float32)
-        dy = _grad_row(coming[0], GROUP * (1 + SECOND))
         coming = coming[1:]
-        dy = seen(dy, t, f0, 0, MASKED)
-        s0 = seen(x0, t, f0, 0, MASKED)
-        s1 = seen(x1, t, f0, 1, MASKED)
-        s2 = seen(x2, t, f0, 2, MASKED)
-        s3 = seen(x3, t, f0, 3, MASKED)
-        p0 = _grad_pre(s0, s1, s2, s3, dy, w0, w1, w2, w3, b, eps, NORM)
         out = w0 * p0 + w1 * seen(p1, t + 1, f1, 1, MASKED)
         out += w2 * seen(p2, t + 2, f2, 2, MASKED) + w3 * seen(p3, t + 3, f3, 3, MASKED)
-        store_rows(po, out, own & (t < total), D, BD, True)
-        counted = tl.where(own, p0, 0.0)
-        dw0 += counted * s0
-        dw1 += counted * s1
-        dw2 += counted * s2
-        dw3 += counted * s3
+        store_rows(po, out, t < total, D, BD, MASKED)
+        dw0 += p0 * s0
+        dw1 += p0 * s1
+        dw2 += p0 * s2
+        dw3 += p0 * s3
         if HAS_BIAS:
-            db += counted
+            db += p0
         p3 = p2
         p2 = p1
         p1 = p0
@@ -287,10 +327,11 @@ def mixer_in_backward(
         sums += channel
         weight = conv_weight + channel * W
         bias = conv_bias + channel
-        # All rows that this block touches, three before and four after included, lie in one segment.
-        interior = (begin >= 3) & (begin + TOKENS + 4 <= total)
+        # All rows that this block uses, three before and three after included, lie in one segment; none that it reads
+        # lies before all rows.
+        interior = (begin >= 3 + AHEAD) & (begin + TOKENS + 3 <= total)
         if PACKED:
-            last = tl.load(starts + begin + TOKENS + 3, mask=begin + TOKENS + 4 <= total, other=NOWHERE)
+            last = tl.load(starts + begin + TOKENS + 2, mask=begin + TOKENS + 3 <= total, other=NOWHERE)
             interior = interior & (last <= begin - 3)
         if slot < 2 * H:
             first = row * (H * GROUP * K) + (slot % H) * (GROUP * K)
