@@ -44,16 +44,19 @@ def test_import_torch_loads_nothing_but_the_autoload_module() -> None:
 
 
 def test_installing_the_callbacks_takes_less_than_a_millisecond(tmp_path: Path) -> None:
-    # Processor time, best of five, with compiled bytecode as after `pip install`: neighbours must not matter.
+    # In twelfths of what `import http.client` takes, 12 ms of processor time where this was written (ours 0.7): a slow
+    # machine is slow at both. Best of five, with compiled bytecode as after `pip install`.
     code = (
         "import sys, time, importlib.metadata, importlib.abc\n"
         "start = time.process_time()\n"
         "from fla_safe.autoload import install\n"
         "install()\n"
-        "print(time.process_time() - start)"
+        "installed = time.process_time()\n"
+        "import http.client\n"
+        "print((installed - start) / (time.process_time() - installed))"
     )
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    assert min(float(python(code, **compiled).stdout) for _ in range(5)) < 1e-3
+    assert min(float(python(code, **compiled).stdout) for _ in range(5)) < 1 / 12
 
 
 def test_works_from_a_target_directory_on_pythonpath(copy: Path) -> None:
