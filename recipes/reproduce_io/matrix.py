@@ -1,6 +1,7 @@
 """Runs {FLA versions} x {states of TileLang} x {stock, fla_safe} under `fla-safe trace` and writes one report."""
 
 import argparse
+import importlib.metadata
 import json
 import os
 import shutil
@@ -49,6 +50,12 @@ class Cell:
 def main(arguments: list[str] | None = None) -> int:
     """Run the matrix; status 1 if a cell of fla_safe failed or touched files other than data."""
     options = _options(arguments)
+    if mixed := _full_package():
+        sys.stderr.write(
+            f"reproduce_io: flash-linear-attention {mixed} is installed, and its layers would be mixed into every fla-core "
+            "version of the matrix; run this in an environment that has fla-core alone, or PYTHON=<its python>\n"
+        )
+        return 2
     out: Path = options.out.resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -130,6 +137,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options.tokens = options.tokens or (14000 if options.gpu else 2048)
     options.heads = options.heads or ([8, 16] if options.gpu else [2, 4])
     return options
+
+
+def _full_package() -> str | None:
+    """Version of the package that puts its layers into fla-core's own package `fla`, if it is installed."""
+    try:
+        return importlib.metadata.version("flash-linear-attention")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _count(least: int) -> Callable[[str], int]:

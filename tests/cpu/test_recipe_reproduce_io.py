@@ -165,3 +165,16 @@ def test_input_that_cannot_work_is_refused_before_any_cell(arguments: list[str],
     assert done.returncode == 2
     assert text in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_layers_of_another_fla_are_not_mixed_into_the_matrix(tmp_path: Path) -> None:
+    """flash-linear-attention adds `fla.layers`, which import operators that another version's fla-core has not."""
+    found = tmp_path / "site" / "flash_linear_attention-0.6.0.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-linear-attention\nVersion: 0.6.0\n")
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(found.parent)}
+    command = ["bash", str(RECIPE / "reproduce.sh")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "flash-linear-attention 0.6.0 is installed" in done.stderr
+    assert not (tmp_path / "runs").exists()
