@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     if mixed := _full_package():
         sys.stderr.write(
-            f"reproduce_io: flash-linear-attention {mixed} is installed, and its layers would be mixed into every fla-core "
-            "version of the matrix; run this in an environment that has fla-core alone, or PYTHON=<its python>\n"
+            f"reproduce_io: flash-linear-attention {mixed} is installed, and its layers would be mixed into every "
+            "fla-core of the matrix; run this in an environment that has fla-core alone, or PYTHON=<its python>\n"
         )
         return 2
     out: Path = options.out.resolve()
