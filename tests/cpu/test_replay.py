@@ -152,6 +152,39 @@ def test_a_kernel_that_is_wrong_and_finite_is_reproduced(monkeypatch: pytest.Mon
     assert "here is" in result.note
 
 
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
+@pytest.mark.parametrize(("factor", "good"), [(1.03, True), (1.3, False)])
+def test_the_decays_gradients_in_float32_may_err_as_the_golden_check_lets_them(
+    factor: float, good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLA's float32 kernels, right ones, were 1.5e-2 off in A_log's gradient on an H200."""
+    torch_kernel = resolve("torch", "cpu")
+
+    def rule(q: Any, k: Any, v: Any, g: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return torch_kernel.gated_delta_rule(q, k, v, _Scaled.apply(g, factor), *rest)
+
+    def find(name: str, *rest: Any, **more: Any) -> Backend:
+        return replace(torch_kernel, name="rough", gated_delta_rule=rule) if name == "rough" else torch_kernel
+
+    monkeypatch.setattr(replaying, "resolve", find)
+    monkeypatch.setattr(replaying, "supports", lambda *a, **k: (True, ""))
+    result = replay(replace(call(), kernel={"name": "rough", "version": "1"}), "cpu")
+    decay = [row for row in result.rows if row.name in ("gradient of A_log", "gradient of dt_bias")]
+    assert [row.good for row in decay] == [good, good]
+
+
 def test_a_kernel_that_cannot_run_here_is_said_to_be_replaced(tmp_path: Path) -> None:
     write(tmp_path / "call.pt", replace(call(), kernel={"name": "other", "version": "1"}))
     status, out, _ = run(tmp_path / "call.pt", "--json")

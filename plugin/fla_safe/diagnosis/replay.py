@@ -20,14 +20,14 @@ from fla_safe.gdn import oracle
 from fla_safe.gdn.backends import Backend, resolve, supports
 from fla_safe.gdn.mixer import mixer
 from fla_safe.gdn.segments import PackedSegments
-from fla_safe.gdn.steady.golden import TOLERANCES
+from fla_safe.gdn.steady.golden import tolerance
 
 __all__ = ["ORACLE_BYTES", "Replay", "Row", "replay"]
 
 ORACLE_BYTES: Final = 2**28
 """States that the row-by-row oracle may keep; about eight times as much is allocated for its gradients."""
 _LARGEST: Final = 3.0
-"""The largest error of a value, against the errors of whole tensors that `TOLERANCES` allows."""
+"""The largest error of a value, against the errors of whole tensors that `tolerance` allows."""
 _CONDITION: Final = 8.0
 """A badly conditioned result may err this much more than plain torch does in the same dtype."""
 
@@ -268,7 +268,7 @@ def _computed(
     scale = exact[known].abs().max().clamp(min=torch.finfo(torch.float32).tiny) if known.any() else exact.new_ones(())
     differences = _differences(x, exact, known) / scale
     error = float(differences.max()) if differences.numel() else 0.0
-    limit = _LARGEST * TOLERANCES[record.proj.dtype]
+    limit = _LARGEST * tolerance(name, record.proj.dtype)
     if asked is not None:
         usual, wide = map(cut, asked)
         best = _differences(usual, wide, torch.isfinite(wide) & torch.isfinite(usual)) / scale

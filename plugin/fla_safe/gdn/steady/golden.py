@@ -18,7 +18,7 @@ from fla_safe.gdn.segments import PackedSegments
 from fla_safe.gdn.variant import MixerVariant
 from fla_safe.runtime.tuning.repeats import same_bits
 
-__all__ = ["LENGTHS", "REPEATS", "TAIL", "TOLERANCES", "GoldenCheck", "Verdict"]
+__all__ = ["LENGTHS", "REPEATS", "TAIL", "TOLERANCES", "GoldenCheck", "Verdict", "tolerance"]
 
 REPEATS: Final = 20
 LENGTHS: Final = (1, 63, 64, 65, 130, 0)
@@ -36,6 +36,13 @@ _CONDITION: Final = 4.0
 """A badly conditioned result may err this much more than plain torch does in the same dtype."""
 
 type _Results = dict[str, torch.Tensor]
+
+
+def tolerance(name: str, dtype: torch.dtype) -> float:
+    """Largest relative error allowed for the output or gradient `name` where activations are of `dtype`."""
+    if dtype == torch.float32 and name in _DECAY:
+        return _DECAY_TOLERANCE
+    return TOLERANCES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +128,10 @@ class GoldenCheck:
         """Results in float64, and the largest error allowed for each."""
         kernel = resolve("torch", self.device)
         exact = self._run(wide=True, kernel=kernel)
-        tolerances = dict.fromkeys(exact, TOLERANCES[self.variant.dtype])
-        if self.variant.dtype == torch.float32:
-            tolerances |= dict.fromkeys(_DECAY, _DECAY_TOLERANCE)
         with _rounded_like_kernels():
             plain = self._run(kernel=kernel)
-        return exact, {n: max(tolerances[n], _CONDITION * _relative(plain[n], exact[n])) for n in exact}
+        dtype = self.variant.dtype
+        return exact, {n: max(tolerance(n, dtype), _CONDITION * _relative(plain[n], exact[n])) for n in exact}
 
     def _compare(self, ours: _Results, errors: dict[str, float], limits: dict[str, float]) -> None:
         exact, allowed = self._reference
