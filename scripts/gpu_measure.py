@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["IN_A_ROW", "Ceilings", "Measurement", "measure", "measure_ceilings"]
+__all__ = ["IN_A_ROW", "Ceilings", "Measurement", "busy_ms", "measure", "measure_ceilings"]
 
 type Step = Callable[[], object]
 
@@ -117,6 +117,15 @@ def measure(ways: Mapping[str, Step], repeats: int, *, profiled: int = 3) -> dic
             result.syncs = _syncs(step)
             _profile(step, profiled, result)
     return results
+
+
+def busy_ms(step: Step, calls: int = 20) -> float:
+    """Milliseconds that the GPU works for one call, however long the host takes; caches as the last call left them."""
+    result = Measurement()
+    for _ in range(3):
+        step()
+    _profile(step, calls, result)
+    return result.busy
 
 
 def _peak(step: Step) -> float:
