@@ -6,6 +6,7 @@ Each way runs in a process of its own with empty caches. "stock" is mcore-bridge
 "tune", "table" and "bundle" are ours until the freeze, with nothing, a decision table, or a bundle to start from.
 """
 
+import importlib
 import os
 import subprocess
 import sys
@@ -27,6 +28,10 @@ def _child(way: str, given: Path | None, rows: int, tp: int) -> None:
 
     torch.zeros(1, device="cuda")
     bench = Bench(Case(rows, tp, 20))
+    began = time.perf_counter()
+    importlib.import_module("fla.modules")
+    importlib.import_module("fla.ops.gated_delta_rule")
+    imported = time.perf_counter() - began
     steps: dict[str, Any] = {}
     began = time.perf_counter()
     if way == "stock":
@@ -57,7 +62,10 @@ def _child(way: str, given: Path | None, rows: int, tp: int) -> None:
         mixer(leaves, bench.segments).sum().backward()
         torch.cuda.synchronize()
         steps = steady.runtime.report()["timings"] | steady.runtime.counters()
-    print(f"{way:7} {time.perf_counter() - began:7.1f} s  {steps or ''}", flush=True)
+    print(
+        f"{way:7} {time.perf_counter() - began:7.1f} s after {imported:.1f} s of importing FLA  {steps or ''}",
+        flush=True,
+    )
 
 
 def main(
