@@ -55,10 +55,11 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
         axes.bar([x + i * 0.8 / len(names) for x in range(len(cases))], walls, 0.8 / len(names), label=name)
     for x, c in enumerate(cases):
         low = next(r["floor"] for r in chosen if (r["rows"], r["segments"]) == c)
-        axes.hlines(low, x - 0.4 / len(names), x + 0.8, colors="black", linestyles="dotted")
+        axes.hlines(low, x - 0.4 / len(names), x + 0.8 - 0.4 / len(names), colors="black", linestyles="dotted")
     axes.set_xticks([x + 0.3 for x in range(len(cases))], [f"T {rows}\n{n} sequences" for rows, n in cases])
     axes.set_ylabel("ms, forward + backward")
     axes.set_title("GDN mixer, TP2 shard of Qwen3.5-35B-A3B (dotted: floor)")
-    axes.legend()
+    axes.margins(y=0.3)
+    axes.legend(loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
