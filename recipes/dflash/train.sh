@@ -7,7 +7,7 @@
 # Sizes:     one process, a thread for each pair (--pairs, 2 if not given); --help lists the sizes of target and drafter.
 # Expected:  500 steps of both pairs, the loss falls; the last line has late_tunes 0, late_compiles 0, file_ops 0.
 #            --impl stock ends with status 1 and `PairFailedError: ... 'NoneType' object is not a mapping`.
-# How long:  without a GPU 2 minutes on two cores, most of them compiling; on GPUs not verified.
+# How long:  without a GPU 2 minutes on two cores, most of them compiling; on one shared H200 7.
 # Use:       bash recipes/dflash/train.sh [--impl fla_safe|stock] [--pairs 2] [--steps 500] [--memory] [--cpu] [--help]
 #            Further variables: PYTHON (default: python), and FLA_FLASH_QLA (default: 0, so that FLA runs its own
 #            kernels where FlashQLA is installed). PYTHONPATH is extended.
